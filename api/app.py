@@ -140,5 +140,4 @@ def create_app(
 
 
 def _states(control: ControlPlane, job_ids: Collection[str]) -> Mapping[str, str]:
-    with control.store.read() as session:
-        return store_jobs.states(session, job_ids)
+    return control.store.query(store_jobs.states, job_ids)

@@ -91,11 +91,10 @@ class RenderedJob:
 class RenderedJobs:
     """The most recently requested jobs. May be used by many threads."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_bytes: int = MAX_JOBS_BYTES):
+        """`max_bytes`: maximum size."""
         self._clock = clock
-        self._entries: OrderedDict[str, RenderedJob] = OrderedDict()
-        self._cached_bytes = 0
-        self._lock = threading.Lock()
+        self._entries: AnswerCache[str, RenderedJob] = AnswerCache(max_bytes)
 
     def one(self, store: Store, job_id: str) -> RenderedJob:
         """A job. Raises JobNotFound."""
@@ -127,33 +126,19 @@ class RenderedJobs:
                 )
                 for job in views.job_views(connection, job_rows.understood(connection, stale))
             }
-            self._store(new)
+            for job_id, job in new.items():
+                self._entries.put(job_id, job, len(job.body) + len(job.brief))
             good |= new
         return [good[row.id] for row in rows]
 
     def _valid(self, rows: Sequence[JobRow], now: float) -> dict[str, RenderedJob]:
         """Cached jobs of these that are still valid."""
-        with self._lock:
-            kept = [self._entries.get(row.id) for row in rows]
+        cached = {row.id: (row, self._entries.get(row.id)) for row in rows}
         return {
-            row.id: job
-            for row, job in zip(rows, kept, strict=True)
+            job_id: job
+            for job_id, (row, job) in cached.items()
             if job is not None and job.row == row and now < job.valid_until
         }
-
-    def _store(self, new: dict[str, RenderedJob]) -> None:
-        with self._lock:
-            for job_id, job in new.items():
-                replaced = self._entries.pop(job_id, None)
-                self._entries[job_id] = job
-                self._cached_bytes += _bytes_of(job) - (0 if replaced is None else _bytes_of(replaced))
-            while self._cached_bytes > MAX_JOBS_BYTES:
-                _, oldest = self._entries.popitem(last=False)
-                self._cached_bytes -= _bytes_of(oldest)
-
-
-def _bytes_of(job: RenderedJob) -> int:
-    return len(job.body) + len(job.brief)
 
 
 def _valid_until(job: schemas.Job, now: float) -> float:

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from manta.api import requests, schemas
-from manta.api.problem_codes import Responses
+from manta.api.problems import Responses
 from manta.api.security.permissions import NEEDS
 from manta.workers.config import JobSpec
 

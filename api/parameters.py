@@ -16,7 +16,7 @@ from manta.api.app_state import state_of
 from manta.api.problems import MalformedJson
 from manta.api.streams.changes import MAX_WAIT_SECONDS
 from manta.service.control.control_plane import ControlPlane
-from manta.service.store import InvalidCursor
+from manta.service.store.errors import InvalidCursor
 
 Model = TypeVar("Model", bound=BaseModel)
 _MAX_INTEGER = 2**63 - 1

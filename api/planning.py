@@ -66,5 +66,4 @@ def refined_cluster(control: ControlPlane, cluster: Cluster) -> Cluster:
 
 def job_measurements(control: ControlPlane) -> JobMeasurements:
     """Observations from measured jobs."""
-    with control.store.read() as session:
-        return JobMeasurements.read(session, Paths.of(control.home).machines)
+    return control.store.query(JobMeasurements.read, Paths.of(control.home).machines)

@@ -29,7 +29,8 @@ from manta.service.home.own_files import HomeUnusable, writing_in
 from manta.service.ids import is_job_id
 from manta.service.keys import installation_keys
 from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
-from manta.service.store import Store, StoreUnusable, keys
+from manta.service.store import Store, keys
+from manta.service.store.errors import StoreUnusable
 from manta.service.store.health import never_had_jobs
 from manta.service.store.location import RECORD, file_of, parse_url, recorded_location, url_in
 from manta.service.traces.traces import refuse_without_packages
@@ -272,8 +273,7 @@ def _has_any_key(settings: Settings) -> bool:
         return False
     store = Store(url)
     try:
-        with store.read() as session:
-            return keys.may_administrate(session, time.time())
+        return store.query(keys.may_administrate, time.time())
     except SQLAlchemyError:  # of a release that had no keys yet
         return False
     finally:

@@ -11,9 +11,9 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from manta.api.app_state import state_of
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.file_work import MAX_THREADS
 from manta.service.store import Store
-from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
 
 T = TypeVar("T")
@@ -28,8 +28,10 @@ FILE_SECONDS = 20.0
 NODES = 8
 
 
-class FilesTimeout(MantaError):
+class FilesTimeout(ServiceError):
     """A file system that a request names does not answer."""
+
+    kind = ErrorKind("files_silent", 503, "a file system that the JobSpec names does not answer")
 
     def __init__(self, seconds: float):
         super().__init__(

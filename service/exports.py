@@ -17,12 +17,12 @@ from typing import IO
 from sqlalchemy.orm import Session
 
 from manta.service.backoff import backoff
+from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
 from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.settings import without_secrets
 from manta.service.store import Store, checkpoints, events, exports
 from manta.service.store.database import INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, may_pass
 from manta.service.store.tables import Checkpoint, Export
-from manta.workers.errors import MantaError
 from manta.workers.system.daemon_threads import in_daemon_thread
 from manta.workers.weights.mapping import Dtype, Format
 
@@ -37,12 +37,18 @@ CLOSE_SECONDS = 2.0
 _LAST_LINES = 5
 
 
-class ExportNotPossible(MantaError):
+class ExportNotPossible(ServiceError):
     """Nothing can be exported now; the message says what to do."""
 
+    kind = ErrorKind(
+        "export_not_possible", 409, "the checkpoint is not complete, or too many exports are being written already"
+    )
 
-class InvalidTarget(MantaError):
+
+class InvalidTarget(InvalidParameter):
     """The export may not be written there."""
+
+    field = "to"
 
 
 @dataclass

@@ -15,16 +15,20 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.store.tables import Job
 from manta.workers.config import JobSpec
-from manta.workers.errors import MantaError
 from manta.workers.system.threads import BEFORE
 
 Document = Mapping[str, Any]
 
 
-class SpecNotUnderstood(MantaError):
+class SpecNotUnderstood(ServiceError):
     """Another release stored the spec, and this one does not accept it; the message says what to do."""
+
+    kind = ErrorKind(
+        "not_understood", 409, "another release stored the job's spec, and this one does not understand it"
+    )
 
     def __init__(self, error: ValidationError):
         first = error.errors()[0]

@@ -12,7 +12,7 @@ import typer
 from pydantic import ValidationError
 
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, bad_options, connect, fail, show, show_page
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, app, bad_options, connect, fail, show, show_page
 from manta.api.client import calls
 from manta.api.requests import NewKey
 from manta.service.keys import installation_keys
@@ -26,6 +26,8 @@ DAY_SECONDS = 86_400.0
 
 keys_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="API keys: create, add, list, revoke.")
 projects_app = typer.Typer(cls=MantaGroup, no_args_is_help=True, help="Projects: create, list.")
+app.add_typer(keys_app, name="keys")
+app.add_typer(projects_app, name="projects")
 
 Limit = Annotated[int, typer.Option("--limit", min=1, max=1000, help="Maximum number of lines shown.")]
 Days = Annotated[
@@ -35,14 +37,6 @@ Days = Annotated[
 
 class DatabaseOfOlderRelease(MantaError):
     """The database must first be migrated by the service."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.add_typer(keys_app, name="keys")
-    app.add_typer(projects_app, name="projects")
-    app.command()(audit)
-    app.command()(link)
 
 
 @keys_app.command("create")
@@ -180,6 +174,7 @@ def list_projects(limit: Limit = 50, url: Url = None, as_json: Json = False) -> 
     show_page(page, as_json, lambda console: render.project_table(console, page.items))
 
 
+@app.command()
 def audit(
     key: Annotated[str | None, typer.Option("--key", help="Only requests with this key.")] = None,
     target: Annotated[
@@ -195,6 +190,7 @@ def audit(
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
+@app.command()
 def link(url: Url = None, as_json: Json = False) -> None:
     """Print a link that signs a browser in to the dashboard with your key's permissions.
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from manta.api import schemas
-from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, app, connect, fail, show
 from manta.api.cli.render import table
 from manta.service.planner.machines import (
     Calibrated,
@@ -59,11 +59,7 @@ class Device(Enum):
     cuda = "cuda"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(calibrate)
-
-
+@app.command()
 def calibrate(
     device: Annotated[
         Device, typer.Option("--device", help="Device to measure; auto: a GPU if the machine has one.")

@@ -28,6 +28,7 @@ from manta.api.cli.main import (
     Json,
     MantaGroup,
     Url,
+    app,
     confirm_deletion,
     connect,
     fail,
@@ -98,18 +99,13 @@ class JobOrCommand(MantaGroup):
 
 
 checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push, delete.")
+app.add_typer(checkpoints_app, name="checkpoints")
 
 Source = Annotated[
     str, typer.Argument(metavar="WHAT", help="A job's id or name, or the folder or URL of one or more checkpoints.")
 ]
 To = Annotated[str, typer.Option("--to", help="Folder or URL in which the checkpoint's folder is created.")]
 Step = Annotated[int | None, typer.Option("--step", min=1, help="The checkpoint of this step; default: the newest.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.add_typer(checkpoints_app, name="checkpoints")
-    app.command()(export)
 
 
 @checkpoints_app.command("list")
@@ -181,6 +177,7 @@ def push(
     _copy(source, _named_in(to, source), as_json)
 
 
+@app.command()
 def export(
     job: Source,
     to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, for the copy.")],

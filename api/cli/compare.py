@@ -11,7 +11,7 @@ import typer
 
 from manta.api.cli import render
 from manta.api.cli.jobs import Filters
-from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, console, fail
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, app, connect, console, fail
 from manta.api.cli.render import table
 from manta.api.schemas import Items, Job
 from manta.workers.protocol.json_codec import spell
@@ -22,11 +22,7 @@ FIGURES = ("loss", "validation_loss", "tokens_per_second")
 _ABSENT = object()
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(compare)
-
-
+@app.command()
 def compare(
     jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or unique job names.")] = None,
     label: Filters = None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from manta.api.cli.main import EXIT_BAD_INPUT, Json
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, app
 from manta.api.cli.service import Database, settings_with
 from manta.api.server import lock_home
 from manta.service.control.takeover import MAX_NAMED
@@ -25,11 +25,7 @@ from manta.service.store.location import parse_url, shown, url_in
 from manta.workers.errors import MantaError
 
 db = typer.Typer(no_args_is_help=True, help="The job database: migrate, check, back up, restore.")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.add_typer(db, name="db")
+app.add_typer(db, name="db")
 
 
 class FileNotWritten(MantaError):

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, fail
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, app, fail
 from manta.api.cli.render import counted
 from manta.api.cli.service import Database, settings_with
 from manta.api.client import ApiError, Client, ServiceUnreachable
@@ -25,11 +25,7 @@ from manta.workers.spec.submitted import with_vocabulary
 _MARKS = {"ok": "ok  ", "warning": "WARN", "problem": "FAIL", "skipped": "-   "}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(doctor)
-
-
+@app.command()
 def doctor(
     file: Annotated[
         Path | None, typer.Argument(help="A job's YAML file: also check whether there is room for it.", dir_okay=False)

@@ -10,16 +10,9 @@ from typing import Annotated
 import typer
 
 from manta.api.cli.checkpoints import Source, Step, source_of
-from manta.api.cli.main import Url
+from manta.api.cli.main import Url, app
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command(context_settings=PASSED_ON, add_help_option=False)(run)
-    app.command(context_settings=PASSED_ON)(evaluate)
-    app.command(context_settings=PASSED_ON)(generate)
 
 
 def _say_options(context: typer.Context, wanted: bool) -> None:
@@ -34,6 +27,7 @@ Options = Annotated[
 ]
 
 
+@app.command(context_settings=PASSED_ON, add_help_option=False)
 def run(context: typer.Context) -> None:
     """Train one job on this machine without a service.
 
@@ -42,6 +36,7 @@ def run(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(_engine("run", *context.args), check=False).returncode)
 
 
+@app.command(context_settings=PASSED_ON)
 def evaluate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:
@@ -53,6 +48,7 @@ def evaluate(
     _run("evaluate", what, step, url, context.args)
 
 
+@app.command(context_settings=PASSED_ON)
 def generate(
     context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
 ) -> None:

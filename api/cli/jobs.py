@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show, show_page
+from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, app, connect, fail, show, show_page
 from manta.api.client import calls
 from manta.api.schemas import Direction, JobSort
 from manta.service.states import STATE_NAMES
@@ -24,15 +24,7 @@ Changes = Annotated[
 Rank = Annotated[int, typer.Argument(metavar="RANK", min=0, help="Global rank.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command("ps")(list_jobs)
-    app.command()(edit)
-    app.command()(ranks)
-    app.command()(waits)
-    app.command()(stack)
-
-
+@app.command("ps")
 def list_jobs(
     state: Annotated[
         str | None, typer.Option(help=f"Only jobs in these states, separated by commas: {', '.join(STATE_NAMES)}.")
@@ -63,6 +55,7 @@ def list_jobs(
     show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
 
 
+@app.command()
 def edit(
     job: JobId,
     name: Annotated[str | None, typer.Option("--name", help="New name.")] = None,
@@ -94,6 +87,7 @@ def _change(text: str) -> tuple[str, str | None]:
     return text[:-1], None
 
 
+@app.command()
 def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show the placement and state of a job's ranks."""
     with connect(url) as client:
@@ -101,6 +95,7 @@ def ranks(job: JobId, url: Url = None, as_json: Json = False) -> None:
     show(page, as_json, lambda console: render.rank_table(console, page.items))
 
 
+@app.command()
 def waits(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show which ranks of a running job wait for which."""
     with connect(url) as client:
@@ -108,6 +103,7 @@ def waits(job: JobId, url: Url = None, as_json: Json = False) -> None:
     show(answer, as_json, lambda console: render.waits_page(console, answer))
 
 
+@app.command()
 def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> None:
     """Show the current stacks of all threads of a rank's trainer."""
     with connect(url) as client:

@@ -16,6 +16,7 @@ from manta.api.cli.main import (
     Json,
     RankNumber,
     Url,
+    app,
     connect,
     fail,
     show_lines,
@@ -26,12 +27,7 @@ from manta.api.client.calls import EventOptions, LogOptions
 from manta.api.schemas import Event, JobEvent
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(logs)
-    app.command()(events)
-
-
+@app.command()
 def logs(
     job: JobId,
     rank: RankNumber = None,
@@ -62,6 +58,7 @@ def logs(
         show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 
 
+@app.command()
 def events(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: all jobs.")] = None,
     type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,

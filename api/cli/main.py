@@ -31,36 +31,66 @@ from manta.workers.spec.problems import Problem, SpecError, describe_rule
 T = TypeVar("T")
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
-_FILES: dict[str, tuple[str, ...]] = {
-    "access": ("audit", "link", "keys", "projects"),
-    "calibrate": ("calibrate",),
-    "compare": ("compare",),
-    "checkpoints": ("export", "checkpoints"),
-    "db": ("db",),
-    "doctor": ("doctor",),
-    "engine": ("run", "evaluate", "generate"),
-    "jobs": ("ps", "edit", "ranks", "waits", "stack"),
-    "lines": ("logs", "events"),
-    "nodes": ("drain", "nodes"),
-    "plan": ("plan",),
-    "service": ("up", "down", "serve"),
-    "submit": ("submit",),
-    "tokenize": ("tokenize",),
-    "trace": ("trace", "traces", "budget"),
-    "track": ("track",),
-}
-"""The module of each command that is not in this one."""
 PAGE = 1000
 """Items asked for at a time: the most that the service gives."""
-PANELS = {
-    "Jobs": "submit ps status logs events metrics compare pause resume resize edit cancel retry delete",
-    "What a job does, and where its time goes": "ranks waits stack trace traces budget ledger recoveries track",
-    "Checkpoints and trained models": "export evaluate generate checkpoints",
-    "Before a job, or without a service": "plan calibrate tokenize doctor run",
-    "The service and its nodes": "up down serve nodes drain link",
-    "Administration": "audit inject keys projects db",
+COMMANDS: dict[str, dict[str, str]] = {
+    "Jobs": {
+        "submit": "submit",
+        "ps": "jobs",
+        "status": "main",
+        "logs": "lines",
+        "events": "lines",
+        "metrics": "main",
+        "compare": "compare",
+        "pause": "main",
+        "resume": "main",
+        "resize": "main",
+        "edit": "jobs",
+        "cancel": "main",
+        "retry": "main",
+        "delete": "main",
+    },
+    "What a job does, and where its time goes": {
+        "ranks": "jobs",
+        "waits": "jobs",
+        "stack": "jobs",
+        "trace": "trace",
+        "traces": "trace",
+        "budget": "trace",
+        "ledger": "main",
+        "recoveries": "main",
+        "track": "track",
+    },
+    "Checkpoints and trained models": {
+        "export": "checkpoints",
+        "evaluate": "engine",
+        "generate": "engine",
+        "checkpoints": "checkpoints",
+    },
+    "Before a job, or without a service": {
+        "plan": "plan",
+        "calibrate": "calibrate",
+        "tokenize": "tokenize",
+        "doctor": "doctor",
+        "run": "engine",
+    },
+    "The service and its nodes": {
+        "up": "service",
+        "down": "service",
+        "serve": "service",
+        "nodes": "nodes",
+        "drain": "nodes",
+        "link": "access",
+    },
+    "Administration": {
+        "audit": "access",
+        "inject": "main",
+        "keys": "access",
+        "projects": "access",
+        "db": "db",
+    },
 }
-"""Commands by the name of their panel; those with subcommands last."""
+"""The module of each command, by the panel of the help that shows it, in order; those with subcommands are last."""
 
 
 def fail(message: str, code: int) -> typer.Exit:
@@ -341,10 +371,9 @@ def command_line(wanted: str | None = None) -> typer.Typer:
     """`manta` with all of its commands. If `wanted` is one of them, only its module is imported: imports such as the
     database's library take longer than most commands."""
     app.callback()(_options)
-    here = {_name_of(command) for command in app.registered_commands}
-    files = [file for file, commands in _FILES.items() if wanted in commands] or ([] if wanted in here else [*_FILES])
-    for file in files:
-        importlib.import_module(f"manta.api.cli.{file}").register(app)
+    modules = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
+    for module in [modules[wanted]] if wanted in modules else dict.fromkeys(modules.values()):
+        importlib.import_module(f"manta.api.cli.{module}")
     _put_in_order(app)
     return app
 
@@ -362,18 +391,13 @@ def to_the_last(page_at: Callable[[str | None], Items[T]]) -> Iterator[T]:
 
 def _put_in_order(app: typer.Typer) -> None:
     """Set the panel of each command of `app`, and its position in it."""
-    placed = {name: (panel, at) for panel, names in PANELS.items() for at, name in enumerate(names.split())}
-    order = [*PANELS]
-
-    def place(name: str) -> tuple[int, int]:
-        panel, at = placed[name]
-        return order.index(panel), at
-
+    panels = {command: panel for panel, commands in COMMANDS.items() for command in commands}
+    order = [*panels]
     registered: list[CommandInfo | TyperInfo] = [*app.registered_commands, *app.registered_groups]
     for each in registered:
-        each.rich_help_panel = placed[_name_of(each)][0]
-    app.registered_commands.sort(key=lambda each: place(_name_of(each)))
-    app.registered_groups.sort(key=lambda each: place(_name_of(each)))
+        each.rich_help_panel = panels[_name_of(each)]
+    app.registered_commands.sort(key=lambda each: order.index(_name_of(each)))
+    app.registered_groups.sort(key=lambda each: order.index(_name_of(each)))
 
 
 def _name_of(registered: CommandInfo | TyperInfo) -> str:

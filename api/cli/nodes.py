@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, connect, fail, show
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, Json, Url, app, connect, fail, show
 from manta.api.client import Client
 from manta.workers.node.local_drain import drain_nodes_here
 
@@ -22,12 +22,7 @@ AGENT = "ray::AgentOnNode"[:15]
 """Ray's name of an agent's process, as truncated by the kernel (workers/rank/agent.py)."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(drain)
-    app.command()(nodes)
-
-
+@app.command()
 def drain(
     node: Annotated[str | None, typer.Argument(metavar="NODE", help="Id of the node, or a unique prefix.")] = None,
     deadline: Annotated[float, typer.Option("--deadline", min=0, help="Seconds until the node goes away.")] = 120.0,
@@ -96,6 +91,7 @@ def _wait_until(empty: Callable[[], bool], name: str, seconds: float | None) -> 
         time.sleep(POLL_SECONDS)
 
 
+@app.command()
 def nodes(url: Url = None, as_json: Json = False) -> None:
     """List the cluster's nodes and their ranks."""
     with connect(url) as client:

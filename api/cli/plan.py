@@ -10,7 +10,7 @@ from rich.console import Console
 
 from manta.api import schemas
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, connect, fail, show
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, app, connect, fail, show
 from manta.api.cli.render import table
 from manta.api.cli.submit import Changes, read_file
 from manta.api.client.plan import plan as plan_here
@@ -18,11 +18,7 @@ from manta.service.planner.pictures import picture
 from manta.service.planner.stage_shares import format_counts
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(plan)
-
-
+@app.command()
 def plan(
     file: Annotated[
         Path,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import psutil
 import typer
 
-from manta.api.cli.main import EXIT_BAD_INPUT, Json
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, app
 from manta.api.cli.restarts import restart_when_ended_by_ray
 from manta.api.client import ApiError, Client, ServiceUnreachable
 from manta.api.serving.local_service import closes_without_answer, running_service, service_process
@@ -69,13 +69,7 @@ class NotStarted(MantaError):
     """The service did not start; the message has the reason."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(up)
-    app.command()(down)
-    app.command("serve")(serve_in_foreground)
-
-
+@app.command()
 def up(
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
@@ -155,6 +149,7 @@ def settings_with(database: str | None) -> Settings:
     return settings
 
 
+@app.command()
 def down(database: Database = None, as_json: Json = False) -> None:
     """Stop the service and everything it runs, and list what was running."""
     from manta.service.store.location import parse_url, shown, url_in
@@ -222,6 +217,7 @@ def running_jobs(home: Path, database: str | None = None) -> list[tuple[Job, int
         store.close()
 
 
+@app.command("serve")
 def serve_in_foreground(
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,

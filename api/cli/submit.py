@@ -16,7 +16,18 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, Json, Url, connect, console, fail, show
+from manta.api.cli.main import (
+    EXIT_BAD_INPUT,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    Json,
+    Url,
+    app,
+    connect,
+    console,
+    fail,
+    show,
+)
 from manta.api.cli.progress import follow as follow_progress
 from manta.api.client import Client
 from manta.api.schemas import DryRun, Job
@@ -67,11 +78,7 @@ def labelled(document: Any, given: Sequence[str]) -> Any:
     return {**document, "labels": {**labels, **{key: value for key, _, value in pairs}}}
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(submit)
-
-
+@app.command()
 def submit(
     file: Annotated[
         Path, typer.Argument(help="YAML file with a JobSpec; -: standard input.", dir_okay=False, allow_dash=True)

@@ -9,18 +9,14 @@ from typing import Annotated
 
 import typer
 
-from manta.api.cli.main import EXIT_BAD_INPUT, Json, fail
+from manta.api.cli.main import EXIT_BAD_INPUT, Json, app, fail
 from manta.service.settings import Settings
 from manta.workers.paths import Paths
 from manta.workers.settings import read_token_cache
 from manta.workers.spec.reading import load_job_spec
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(tokenize)
-
-
+@app.command()
 def tokenize(
     file: Annotated[Path, typer.Argument(help="A job's YAML file.", dir_okay=False)],
     cache: Annotated[

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from manta.api.cli import render
-from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, connect, fail, show
+from manta.api.cli.main import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED, JobId, Json, Url, app, connect, fail, show
 from manta.api.cli.render import table
 from manta.api.client import Client, calls
 from manta.api.requests import TraceRequest
@@ -22,13 +22,7 @@ ENDINGS = (".json", ".pftrace")
 _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands to `app`."""
-    app.command()(trace)
-    app.command()(traces)
-    app.command()(budget)
-
-
+@app.command()
 def trace(
     job: JobId,
     step: Annotated[int, typer.Option("--step", min=0, help="First step to record; default: as soon as possible.")] = 0,
@@ -135,6 +129,7 @@ def _time(seconds: float) -> str:
     return f"{seconds if abs(seconds) > 1e-12 else 0:.4g} s"
 
 
+@app.command()
 def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """List a job's traces, newest first."""
     with connect(url) as client:
@@ -155,6 +150,7 @@ def traces(job: JobId, url: Url = None, as_json: Json = False) -> None:
     show(page, as_json, lambda console: table(console, heads, rows, "no traces; record one with `manta trace JOB`"))
 
 
+@app.command()
 def budget(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Show the time of a job's steps by part, starting from the device's peak, next to the plan."""
     with connect(url) as client:

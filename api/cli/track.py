@@ -7,17 +7,13 @@ from typing import Annotated
 
 import typer
 
-from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, connect, fail, show
+from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, app, connect, fail, show
 from manta.api.schemas import Job
 from manta.api.tracking import MlflowRun, Target, TensorBoardFiles, WandbRun
 from manta.api.tracking import track as carry_over
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command()(track)
-
-
+@app.command()
 def track(
     job: JobId,
     tensorboard: Annotated[

@@ -186,8 +186,7 @@ class JobCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         """All numbers as of now."""
         now = time.time()
-        with self._store.read() as session:
-            numbers = job_numbers.read(session, now, self._bound)
+        numbers = self._store.query(job_numbers.read, now, self._bound)
         yield from _of_all(numbers, now)
         for family, read in _OF_JOB:
             yield family.of(_by_job(numbers.listed, read, now))

@@ -11,11 +11,12 @@ from fastapi import APIRouter, Query, Request, Response
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
 from manta.api.parameters import Control, Cursor, LastEventId, Limit, event_number
-from manta.api.problem_codes import reads
+from manta.api.problems import DATABASE_UNAVAILABLE, reads
 from manta.api.security.access import Caller
 from manta.api.streams.changes import Watched
 from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
 from manta.api.threads import Threads
+from manta.service.errors import InvalidParameter
 from manta.service.ids import JOB_ID_PATTERN
 from manta.service.store import Event, Store, events
 from manta.service.store.paging import Page
@@ -44,8 +45,7 @@ class _Tail:
 
 
 def _page(store: Store, job: str | None, type: str | None, after: int, limit: int, bound: str | None) -> Page[Event]:
-    with store.read() as session:
-        return events.page_of_all(session, job, type, after, limit, bound)
+    return store.query(events.page_of_all, job, type, after, limit, bound)
 
 
 @router.get(
@@ -53,7 +53,7 @@ def _page(store: Store, job: str | None, type: str | None, after: int, limit: in
     response_model=schemas.Stream[schemas.JobEvent],
     responses={
         **event_stream(schemas.JobEvent, ends=False),
-        **reads("invalid_parameter", "database_unavailable"),
+        **reads(InvalidParameter, DATABASE_UNAVAILABLE),
     },
 )
 async def list_events(

@@ -8,9 +8,10 @@ from fastapi import APIRouter, Query
 
 from manta.api import schemas, views
 from manta.api.parameters import Control, Cursor, Limit
-from manta.api.problem_codes import reads
+from manta.api.problems import reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller
+from manta.service.errors import InvalidParameter
 from manta.service.ids import KEY_ID_PATTERN, TARGET_PATTERN
 from manta.service.store import audit
 
@@ -23,7 +24,7 @@ TargetFilter = Annotated[
 ]
 
 
-@router.get("", responses=reads("invalid_parameter"))
+@router.get("", responses=reads(InvalidParameter))
 def list_audit(
     control: Control,
     caller: Caller,
@@ -34,6 +35,5 @@ def list_audit(
 ) -> schemas.Items[access_schemas.AuditEntry]:
     """Requests of the project's keys to change something, including rejected ones, newest first; those of all projects
     if the caller's key is valid for all projects."""
-    with control.store.read() as session:
-        page = audit.page(session, caller.bound, key, target, limit, cursor)
+    page = control.store.query(audit.page, caller.bound, key, target, limit, cursor)
     return schemas.Items(items=[views.audit_view(item) for item in page.items], next_cursor=page.next_cursor)

@@ -10,15 +10,19 @@ from fastapi import APIRouter, Depends, Query, Request
 from manta.api import requests, schemas, views
 from manta.api.openapi import json_request
 from manta.api.parameters import CheckpointId, Control, Cursor, ExportId, Limit, body_as
-from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.problems import OF_A_JOB, MalformedJson, changes, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
+from manta.service.errors import InvalidParameter
+from manta.service.exports import ExportNotPossible
+from manta.service.removal.deletion import CheckpointNeeded, NotRemoved
 from manta.service.store import checkpoints, exports, jobs, leases
+from manta.service.store.errors import CheckpointNotFound, ExportNotFound, JobBeingDeleted
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 
 
-@router.get("/checkpoints", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("/checkpoints", responses=reads(*OF_A_JOB, InvalidParameter))
 def list_checkpoints(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Checkpoint]:
@@ -34,7 +38,7 @@ def list_checkpoints(
 
 @router.delete(
     "/checkpoints/{checkpoint_id}",
-    responses=changes(*OF_A_JOB, "checkpoint_not_found", "checkpoint_needed", "files_not_removed", "invalid_parameter"),
+    responses=changes(*OF_A_JOB, CheckpointNotFound, CheckpointNeeded, NotRemoved, InvalidParameter),
 )
 async def delete_checkpoint(
     request: Request,
@@ -58,11 +62,11 @@ async def delete_checkpoint(
     openapi_extra=json_request(requests.ExportRequest),
     responses=changes(
         *OF_A_JOB,
-        "checkpoint_not_found",
-        "export_not_possible",
-        "job_being_deleted",
-        "malformed_json",
-        "invalid_parameter",
+        CheckpointNotFound,
+        ExportNotPossible,
+        JobBeingDeleted,
+        MalformedJson,
+        InvalidParameter,
     ),
 )
 async def export_checkpoint(
@@ -88,7 +92,7 @@ def list_exports(control: Control, job_id: JobId) -> schemas.Items[schemas.Expor
     return schemas.Items(items=[views.export_view(row, now) for row in rows])
 
 
-@router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, "export_not_found", "invalid_parameter"))
+@router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, ExportNotFound, InvalidParameter))
 def get_export(control: Control, job_id: JobId, export_id: ExportId) -> schemas.Export:
     """Progress and result of an export."""
     with control.store.read() as session:

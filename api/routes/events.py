@@ -10,12 +10,13 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
 from manta.api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.streams.changes import Watched
 from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
+from manta.service.errors import InvalidParameter
 from manta.service.states import is_final
 from manta.service.store import Store, events, jobs
 from manta.service.store.events import EventFilter
@@ -41,7 +42,7 @@ Wanted = Annotated[EventFilter, Depends(_wanted_events)]
 @router.get(
     "",
     response_model=schemas.Stream[schemas.Event],
-    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, "invalid_parameter", "rank_not_found")},
+    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, InvalidParameter, RankNotFound)},
 )
 async def list_job_events(
     request: Request,

@@ -10,10 +10,14 @@ from fastapi import APIRouter, Depends
 from manta.api import requests, schemas
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, body_as
-from manta.api.problem_codes import OF_A_JOB, changes
+from manta.api.problems import OF_A_JOB, MalformedJson, changes
 from manta.api.security.access import Caller, Forbidden, JobId
 from manta.api.security.permissions import NEEDS
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.errors import InvalidParameter
 from manta.service.store import jobs
+from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.protocol.messages import Fault
 from manta.workers.protocol.requests import Arm
 
@@ -26,12 +30,12 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
     openapi_extra=json_request(requests.FaultRequest),
     responses=changes(
         *OF_A_JOB,
-        "malformed_json",
-        "invalid_parameter",
-        "faults_not_allowed",
-        "fault_not_possible",
-        "not_understood",
-        "cluster_unavailable",
+        MalformedJson,
+        InvalidParameter,
+        FaultsNotAllowed,
+        FaultNotPossible,
+        SpecNotUnderstood,
+        ClusterUnavailable,
     ),
 )
 def inject_fault(
@@ -44,8 +48,7 @@ def inject_fault(
     `node` requires a key for all projects, since it also kills other projects' processes on that node."""
     if wanted.kind == "node" and not NEEDS["drain_node"].is_met_by(caller):
         raise Forbidden(NEEDS["drain_node"], caller)
-    with control.store.read() as session:
-        jobs.get(session, job_id)
+    control.store.query(jobs.get, job_id)
     fault = Fault(id=f"fault_{secrets.token_hex(6)}", **wanted.model_dump())
     control.tell(job_id, Arm(fault))
     return schemas.Fault(id=fault.id, message=fault.sentence)

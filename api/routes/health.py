@@ -11,8 +11,7 @@ from manta.api import schemas
 from manta.api.app_state import state_of
 from manta.api.metrics.jobs import JobCollector
 from manta.api.parameters import Control
-from manta.api.problem_codes import anonymous, reads
-from manta.api.problems import NotReady
+from manta.api.problems import DATABASE_UNAVAILABLE, NotReady, anonymous, reads
 from manta.api.security.access import Caller, request_of_caller
 from manta.api.security.permissions import DESCRIPTION
 from manta.service.control.control_plane import ControlPlane
@@ -28,7 +27,7 @@ async def get_health() -> schemas.Health:
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz", responses=anonymous("not_ready", "database_unavailable"))
+@router.get("/readyz", responses=anonymous(NotReady, DATABASE_UNAVAILABLE))
 def get_readiness(request: Request, control: Control) -> schemas.Health:
     """Whether database and cluster can be reached; otherwise 503, with the reasons if the request has a key."""
     reasons = _reasons(control)
@@ -56,7 +55,7 @@ async def get_description(request: Request) -> JSONResponse:
 @router.get(
     "/metrics",
     response_class=Response,
-    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **reads("database_unavailable")},
+    responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **reads(DATABASE_UNAVAILABLE)},
 )
 def get_prometheus_metrics(request: Request, control: Control, caller: Caller) -> Response:
     """Metrics of the caller's jobs in Prometheus' text format; with a key for all projects also those of the

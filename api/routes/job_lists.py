@@ -11,9 +11,10 @@ from manta.api import schemas
 from manta.api.app_state import state_of
 from manta.api.caches import MAX_JOBS
 from manta.api.parameters import Control, Cursor, Limit
-from manta.api.problem_codes import reads
+from manta.api.problems import DATABASE_UNAVAILABLE, reads
 from manta.api.security.access import Caller
 from manta.api.threads import read_threads_of
+from manta.service.errors import InvalidParameter
 from manta.service.ids import is_job_id
 from manta.service.states import STATE_NAMES
 from manta.service.store import job_rows
@@ -46,7 +47,7 @@ def _wanted_jobs(
 Wanted = Annotated[JobFilter, Depends(_wanted_jobs)]
 
 
-@router.get("", response_model=schemas.Items[schemas.Job], responses=reads("invalid_parameter", "database_unavailable"))
+@router.get("", response_model=schemas.Items[schemas.Job], responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
 async def list_jobs(
     request: Request,
     control: Control,
@@ -66,7 +67,7 @@ async def list_jobs(
     return Response(body, media_type="application/json")
 
 
-@router.get("/counts", responses=reads("invalid_parameter", "database_unavailable"))
+@router.get("/counts", responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
 def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
     """Number of jobs in each state, with the same filters as the list."""
     with control.store.read_once() as connection:
@@ -79,7 +80,7 @@ def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
 @router.get(
     "/sparklines",
     response_model=schemas.Items[schemas.Sparkline],
-    responses=reads("invalid_parameter", "database_unavailable"),
+    responses=reads(InvalidParameter, DATABASE_UNAVAILABLE),
 )
 async def list_sparklines(
     request: Request,

@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request, Response
 
 from manta.api import schemas, views
 from manta.api.parameters import Control
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.control.control_plane import ControlPlane
 from manta.service.planner.job_plan import NotPlanned, drawn
 from manta.service.store import jobs, plans
-from manta.service.stored_specs import stored_spec
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
 SVG = "image/svg+xml"
@@ -22,8 +22,7 @@ SVG = "image/svg+xml"
 def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     """The planned time and memory of the job's steps, from when it last started or changed its layout, with
     measurements."""
-    with control.store.read() as session:
-        return views.job_plan_view(plans.newest(session, job_id))
+    return views.job_plan_view(control.store.query(plans.newest, job_id))
 
 
 @router.get(
@@ -31,7 +30,7 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     response_class=Response,
     responses={
         200: {"content": {SVG: {"schema": {"type": "string"}}}},
-        **reads(*OF_A_JOB, "nothing_planned", "not_understood"),
+        **reads(*OF_A_JOB, NotPlanned, SpecNotUnderstood),
     },
 )
 async def get_job_plan_picture(request: Request, control: Control, job_id: JobId) -> Response:

@@ -24,17 +24,29 @@ from manta.api.parameters import (
     versions_in,
 )
 from manta.api.planning import current_cluster, plan_of_layout
-from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, OF_A_JOB, UNSUPPORTED, MalformedJson, changes, reads
 from manta.api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from manta.api.security.auditing import append_with_change
-from manta.api.threads import FileReads, ReadThreads, read_threads_of
+from manta.api.threads import FileReads, FilesTimeout, ReadThreads, read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.control_plane import ControlPlane
+from manta.service.errors import InvalidParameter
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
+from manta.service.removal.deletion import NotRemoved
 from manta.service.states import STATE_NAMES
 from manta.service.store import edits, jobs, pauses_and_retries
+from manta.service.store.errors import (
+    IdempotencyConflict,
+    IllegalTransition,
+    JobBeingDeleted,
+    JobBeingExported,
+    JobChanged,
+    JobNotFinal,
+)
 from manta.service.store.tables import Job
+from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import named_paths
 from manta.workers.spec.problems import SpecError
@@ -45,7 +57,7 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 _LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
 _ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"type": "string"}}}
-_ACTION = changes(*OF_A_JOB, "illegal_transition")
+_ACTION = changes(*OF_A_JOB, IllegalTransition)
 _STATE = f"^({'|'.join(STATE_NAMES)})$"
 
 KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state known to the client")]
@@ -60,14 +72,14 @@ KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait
         200: {"model": schemas.Job | schemas.DryRun, "description": "A repeated request, or a dry run"},
         201: {"model": schemas.Job, "description": "The job, QUEUED", "headers": _LOCATION},
         **changes(
-            "malformed_json",
-            "idempotency_conflict",
-            "invalid_parameter",
-            "invalid_spec",
-            "unsupported",
-            "cluster_unavailable",
-            "files_silent",
-            "database_unavailable",
+            MalformedJson,
+            IdempotencyConflict,
+            InvalidParameter,
+            INVALID_SPEC,
+            UNSUPPORTED,
+            ClusterUnavailable,
+            FilesTimeout,
+            DATABASE_UNAVAILABLE,
         ),
     },
 )
@@ -114,7 +126,7 @@ async def submit_job(
 @router.get(
     "/{job_id}",
     response_model=schemas.Job,
-    responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, "invalid_parameter")},
+    responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, InvalidParameter)},
 )
 async def get_job(
     request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
@@ -133,7 +145,7 @@ async def get_job(
     openapi_extra=json_request(requests.JobChanges),
     responses={
         200: {"headers": _ETAG},
-        **changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "precondition_failed"),
+        **changes(*OF_A_JOB, MalformedJson, InvalidParameter, JobChanged),
     },
 )
 def edit_job(
@@ -161,7 +173,7 @@ def edit_job(
 
 @router.delete(
     "/{job_id}",
-    responses=changes(*OF_A_JOB, "job_not_final", "job_being_exported", "files_not_removed", "cluster_unavailable"),
+    responses=changes(*OF_A_JOB, JobNotFinal, JobBeingExported, NotRemoved, ClusterUnavailable),
 )
 async def delete_job(request: Request, control: Control, job_id: JobId) -> schemas.DeletedJob:
     """Delete a finished job permanently, with its database rows, checkpoints, logs and snapshots in memory. If
@@ -195,9 +207,7 @@ def resume_job(control: Control, job_id: JobId) -> schemas.Job:
     return job
 
 
-@router.post(
-    "/{job_id}/retry", status_code=202, responses=changes(*OF_A_JOB, "illegal_transition", "job_being_deleted")
-)
+@router.post("/{job_id}/retry", status_code=202, responses=changes(*OF_A_JOB, IllegalTransition, JobBeingDeleted))
 def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     """Continue a failed job from where it failed: from its snapshots in memory, if they are still kept, or from its
     newest checkpoint."""
@@ -211,7 +221,7 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     status_code=202,
     openapi_extra=json_request(requests.Resize),
     responses=changes(
-        *OF_A_JOB, "illegal_transition", "not_understood", "malformed_json", "invalid_parameter", "size_out_of_bounds"
+        *OF_A_JOB, IllegalTransition, SpecNotUnderstood, MalformedJson, InvalidParameter, SizeOutOfBounds
     ),
 )
 def resize_job(

@@ -11,12 +11,14 @@ from manta.api import requests, schemas, views
 from manta.api.app_state import state_of
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, Cursor, Limit, body_as
-from manta.api.problem_codes import changes, reads
+from manta.api.problems import MalformedJson, changes, reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
 from manta.api.security.permissions import RequiredPermission
+from manta.service.errors import InvalidParameter
 from manta.service.keys.identity import Identity, digest_of, new_key
-from manta.service.store import ProjectNotFound, keys
+from manta.service.store import keys
+from manta.service.store.errors import KeyNotFound, ProjectNotFound
 
 router = APIRouter(prefix="/v1/keys", tags=["access"])
 
@@ -28,7 +30,7 @@ _DAY_SECONDS = 86_400.0
     "",
     status_code=201,
     openapi_extra=json_request(requests.NewKey),
-    responses=changes("malformed_json", "invalid_parameter", "project_not_found"),
+    responses=changes(MalformedJson, InvalidParameter, ProjectNotFound),
 )
 def create_key(
     request: Request,
@@ -73,18 +75,17 @@ def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str)
         raise ProjectNotFound(project)
 
 
-@router.get("", responses=reads("invalid_parameter"))
+@router.get("", responses=reads(InvalidParameter))
 def list_keys(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.ApiKey]:
     """The project's keys, or all keys if the caller's key is valid for all projects, newest first, including revoked
     and expired ones. The keys themselves are not stored."""
-    with control.store.read() as session:
-        page = keys.page(session, caller.bound, limit, cursor)
+    page = control.store.query(keys.page, caller.bound, limit, cursor)
     return schemas.Items(items=[views.key_view(item) for item in page.items], next_cursor=page.next_cursor)
 
 
-@router.delete("/{key_id}", responses=changes("key_not_found"))
+@router.delete("/{key_id}", responses=changes(KeyNotFound))
 def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId) -> access_schemas.ApiKey:
     """Revoke a key, immediately in this process and within a second in others. Browsers signed in with it are signed
     out, and its streams end. It remains in the list."""

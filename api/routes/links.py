@@ -14,14 +14,15 @@ from sqlalchemy.orm import Session
 from manta.api import views
 from manta.api.app_state import state_of
 from manta.api.parameters import Control
-from manta.api.problem_codes import anonymous, changes
+from manta.api.problems import CROSS_SITE, DATABASE_UNAVAILABLE, anonymous, changes
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, request_of_caller
 from manta.api.security.credentials import cookie_name
 from manta.api.security.permissions import DASHBOARD_PATH, LINK_PATH
 from manta.service.keys.identity import digest_of, new_browser_token
-from manta.service.store import LinkInvalid, audit, keys
+from manta.service.store import audit, keys
 from manta.service.store.audit import AuditRecord
+from manta.service.store.errors import LinkInvalid
 from manta.service.store.installation_tables import BrowserToken
 
 router = APIRouter(tags=["access"])
@@ -49,7 +50,7 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     responses={
         200: {"description": "Signed in: a page that forwards to the dashboard"},
         303: {"description": "The link is not valid: redirects to the dashboard, or to instructions for signing in"},
-        **anonymous("cross_site", "link_not_good", "database_unavailable"),
+        **anonymous(CROSS_SITE, LinkInvalid, DATABASE_UNAVAILABLE),
     },
 )
 def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:

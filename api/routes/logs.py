@@ -14,12 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
 from manta.api.parameters import MAX_CURSOR_CHARACTERS, Control, Cursor, Follow, LastEventId, Limit, RankNumber
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.streams.changes import Watched
 from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
+from manta.service.errors import InvalidParameter
 from manta.service.logs.filters import MAX_REGEX_CHARACTERS, InvalidPattern, Level, LineTest, LogFilter, Stream
 from manta.service.logs.pages import (
     JobLogs,
@@ -81,7 +82,7 @@ Before = Annotated[
     response_model=schemas.LogLines,
     responses={
         **event_stream(schemas.LogLine),
-        **reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "logs_unavailable"),
+        **reads(*OF_A_JOB, InvalidParameter, RankNotFound, LogsUnavailable),
     },
 )
 async def list_logs(

@@ -7,7 +7,7 @@ from fastapi import APIRouter
 from manta.api import schemas, views
 from manta.api.parameters import Control
 from manta.api.planning import job_measurements
-from manta.api.problem_codes import reads
+from manta.api.problems import reads
 from manta.service.planner.machines import kept
 from manta.workers.paths import Paths
 from manta.workers.system.resources import node_type

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from manta.api import views
 from manta.api.app_state import state_of
 from manta.api.parameters import Control
-from manta.api.problem_codes import changes, reads
+from manta.api.problems import changes, reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, request_of_caller
 from manta.api.security.credentials import cookie_name

@@ -15,10 +15,12 @@ from sqlalchemy.orm import Session
 from manta.api import schemas
 from manta.api.app_state import state_of
 from manta.api.parameters import AfterStep, Control
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
-from manta.service.store import JobNotFound, Store, jobs, metric_bins
+from manta.service.errors import InvalidParameter
+from manta.service.store import Store, jobs, metric_bins
+from manta.service.store.errors import JobNotFound
 from manta.service.store.metric_points import LAST_STEP
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
@@ -26,7 +28,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,63}")
 
 
-@router.get("", response_model=schemas.MetricSeries, responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("", response_model=schemas.MetricSeries, responses=reads(*OF_A_JOB, InvalidParameter))
 async def get_metrics(
     request: Request,
     control: Control,

@@ -9,8 +9,10 @@ from fastapi import APIRouter, Depends, Path, Request
 from manta.api import requests, schemas
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, body_as
-from manta.api.problem_codes import changes
+from manta.api.problems import DATABASE_UNAVAILABLE, MalformedJson, changes
 from manta.api.threads import read_threads_of
+from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.errors import InvalidParameter
 from manta.service.ids import NODE_ID_PATTERN
 
 router = APIRouter(prefix="/v1/nodes/{node_id}", tags=["cluster"])
@@ -23,12 +25,12 @@ NodeId = Annotated[str, Path(pattern=NODE_ID_PATTERN, description="Id of a node,
     status_code=202,
     openapi_extra=json_request(requests.DrainRequest),
     responses=changes(
-        "malformed_json",
-        "invalid_parameter",
-        "node_not_found",
-        "node_unreachable",
-        "cluster_unavailable",
-        "database_unavailable",
+        MalformedJson,
+        InvalidParameter,
+        NodeNotFound,
+        NodeUnreachable,
+        ClusterUnavailable,
+        DATABASE_UNAVAILABLE,
     ),
 )
 async def drain_node(
@@ -45,12 +47,12 @@ async def drain_node(
 @router.delete(
     "/drain",
     responses=changes(
-        "invalid_parameter",
-        "node_not_found",
-        "node_leaving",
-        "node_unreachable",
-        "cluster_unavailable",
-        "database_unavailable",
+        InvalidParameter,
+        NodeNotFound,
+        NodeLeaving,
+        NodeUnreachable,
+        ClusterUnavailable,
+        DATABASE_UNAVAILABLE,
     ),
 )
 async def undrain_node(request: Request, control: Control, node_id: NodeId) -> schemas.Node:

@@ -12,9 +12,10 @@ from manta.api import requests, schemas
 from manta.api.openapi import json_request
 from manta.api.parameters import Body, Control
 from manta.api.planning import cpu_node, current_cluster, gpus, refined_cluster
-from manta.api.problem_codes import changes
+from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, UNSUPPORTED, MalformedJson, changes
 from manta.api.security.access import request_of_caller
-from manta.api.threads import read_threads_of
+from manta.api.threads import FilesTimeout, read_threads_of
+from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.planner.answer import to_json
 from manta.service.planner.request import read_request
 from manta.workers.spec.submitted import with_shape_of_weights
@@ -25,9 +26,7 @@ router = APIRouter(prefix="/v1/plans", tags=["plans"])
 @router.post(
     "",
     openapi_extra=json_request(requests.PlanDocument),
-    responses=changes(
-        "malformed_json", "invalid_spec", "unsupported", "cluster_unavailable", "files_silent", "database_unavailable"
-    ),
+    responses=changes(MalformedJson, INVALID_SPEC, UNSUPPORTED, ClusterUnavailable, FilesTimeout, DATABASE_UNAVAILABLE),
 )
 async def make_plans(request: Request, control: Control, document: Body) -> schemas.Plans:
     """Estimate the time and memory of a layout on a cluster, or with `parallel: auto` find the best layouts. Nothing is

@@ -9,10 +9,12 @@ from fastapi import APIRouter, Depends, Request
 from manta.api import requests, schemas, views
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, Cursor, Limit, body_as
-from manta.api.problem_codes import changes, reads
+from manta.api.problems import MalformedJson, changes, reads
 from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, request_of_caller
+from manta.service.errors import InvalidParameter
 from manta.service.store import projects
+from manta.service.store.errors import ProjectExists
 
 router = APIRouter(prefix="/v1/projects", tags=["access"])
 
@@ -21,7 +23,7 @@ router = APIRouter(prefix="/v1/projects", tags=["access"])
     "",
     status_code=201,
     openapi_extra=json_request(requests.NewProject),
-    responses=changes("malformed_json", "invalid_parameter", "project_exists"),
+    responses=changes(MalformedJson, InvalidParameter, ProjectExists),
 )
 def create_project(
     request: Request,
@@ -33,11 +35,10 @@ def create_project(
     return control.store.write(lambda session: views.project_view(projects.create(session, wanted.name)))
 
 
-@router.get("", responses=reads("invalid_parameter"))
+@router.get("", responses=reads(InvalidParameter))
 def list_projects(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.Project]:
     """The key's project, or all projects if the key is valid for all projects, sorted by name."""
-    with control.store.read() as session:
-        page = projects.page(session, caller.bound, limit, cursor)
+    page = control.store.query(projects.page, caller.bound, limit, cursor)
     return schemas.Items(items=[views.project_view(item) for item in page.items], next_cursor=page.next_cursor)

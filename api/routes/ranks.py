@@ -8,11 +8,14 @@ from fastapi import APIRouter, Path, Query, Request, Response
 
 from manta.api import schemas, views
 from manta.api.parameters import AfterStep, Control
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
-from manta.service.control.running_ranks import ObservedWaits
+from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.running_ranks import NoRanks, ObservedWaits, RankNotFound, RankTimeout
+from manta.service.errors import InvalidParameter
 from manta.service.store import jobs, ranks
+from manta.service.stored_specs import SpecNotUnderstood
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
 
@@ -29,7 +32,7 @@ def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     return schemas.Items(items=views.rank_views(rows, numbers))
 
 
-@router.get("/ranks/history", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("/ranks/history", responses=reads(*OF_A_JOB, InvalidParameter))
 def get_rank_history(
     control: Control,
     job_id: JobId,
@@ -51,7 +54,7 @@ def get_rank_history(
 @router.get(
     "/waits",
     response_model=schemas.Waits,
-    responses=reads(*OF_A_JOB, "no_ranks", "not_understood", "cluster_unavailable"),
+    responses=reads(*OF_A_JOB, NoRanks, SpecNotUnderstood, ClusterUnavailable),
 )
 async def get_waits(request: Request, control: Control, job_id: JobId) -> Response:
     """Which ranks wait for which, as reported by all agents; at most half a second old."""
@@ -70,7 +73,7 @@ def _waits(seen: ObservedWaits) -> schemas.Waits:
 
 @router.get(
     "/ranks/{rank}/stack",
-    responses=reads(*OF_A_JOB, "invalid_parameter", "rank_not_found", "no_ranks", "rank_silent", "cluster_unavailable"),
+    responses=reads(*OF_A_JOB, InvalidParameter, RankNotFound, NoRanks, RankTimeout, ClusterUnavailable),
 )
 async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
     """The current stacks of all threads of a rank's trainer, which keeps running. They are also written to its log."""

@@ -6,14 +6,15 @@ from fastapi import APIRouter
 
 from manta.api import schemas, views
 from manta.api.parameters import Control, Cursor, Limit
-from manta.api.problem_codes import OF_A_JOB, reads
+from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
+from manta.service.errors import InvalidParameter
 from manta.service.store import jobs, recoveries
 
 router = APIRouter(prefix="/v1/jobs/{job_id}/recoveries", tags=["recoveries"])
 
 
-@router.get("", responses=reads(*OF_A_JOB, "invalid_parameter"))
+@router.get("", responses=reads(*OF_A_JOB, InvalidParameter))
 def list_recoveries(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Recovery]:

@@ -13,18 +13,21 @@ from manta.api.app_state import state_of
 from manta.api.openapi import json_request
 from manta.api.parameters import Control, body_as
 from manta.api.planning import current_cluster
-from manta.api.problem_codes import OF_A_JOB, changes, reads
+from manta.api.problems import OF_A_JOB, MalformedJson, changes, reads
 from manta.api.schemas import traces as trace_schemas
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.api.views import moment, moment_or_none
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
+from manta.service.errors import InvalidParameter
 from manta.service.job.inbox import Trace
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.request import for_job
-from manta.service.step_traces.reading import PlannerCluster, TraceReader
+from manta.service.step_traces.reading import NothingMeasured, PlannerCluster, TraceReader
 from manta.service.store import step_traces, trace_requests
+from manta.service.store.errors import TraceNotFound, TraceNotPossible
+from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.config import JobSpec
 from manta.workers.spec.problems import SpecError
 
@@ -45,7 +48,7 @@ Traces = Annotated[TraceReader, Depends(traces_of)]
     "/traces",
     status_code=202,
     openapi_extra=json_request(requests.TraceRequest),
-    responses=changes(*OF_A_JOB, "malformed_json", "invalid_parameter", "trace_not_possible", "not_understood"),
+    responses=changes(*OF_A_JOB, MalformedJson, InvalidParameter, TraceNotPossible, SpecNotUnderstood),
 )
 def request_trace(
     control: Control,
@@ -74,7 +77,7 @@ def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Tr
 @router.get(
     "/traces/{trace_id}",
     response_model=trace_schemas.TraceDocument,
-    responses=reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+    responses=reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
 )
 async def get_trace(request: Request, control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
     """One trace with every slice of every rank, and the planner's timeline of the same step."""
@@ -90,7 +93,7 @@ async def get_trace(request: Request, control: Control, traces: Traces, job_id: 
     response_class=Response,
     responses={
         200: {"content": {PERFETTO: {"schema": {"type": "string", "format": "binary"}}}},
-        **reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+        **reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
     },
 )
 def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
@@ -104,7 +107,7 @@ def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> 
     response_class=Response,
     responses={
         200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}},
-        **reads(*OF_A_JOB, "invalid_parameter", "trace_not_found"),
+        **reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
     },
 )
 def get_profile(
@@ -115,7 +118,7 @@ def get_profile(
     return Response(traces.profile(job_id, trace_id, rank), media_type=GZIP, headers=headers)
 
 
-@router.get("/budget", responses=reads(*OF_A_JOB, "invalid_parameter", "nothing_measured", "not_understood"))
+@router.get("/budget", responses=reads(*OF_A_JOB, InvalidParameter, NothingMeasured, SpecNotUnderstood))
 async def get_budget(
     request: Request,
     control: Control,

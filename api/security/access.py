@@ -17,17 +17,20 @@ from starlette.types import Scope as AsgiScope
 from manta.api.app_state import state_of
 from manta.api.security.credentials import CACHE_SECONDS, Credential
 from manta.api.security.permissions import RequiredPermission, is_anonymous, needs
+from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
 from manta.service.ids import is_job_id
 from manta.service.keys.identity import Identity
-from manta.service.store import JobNotFound, Store, jobs
-from manta.workers.errors import MantaError
+from manta.service.store import Store, jobs
+from manta.service.store.errors import JobNotFound
 
 _REQUEST = "manta.request"
 _MAX_CACHED = 10_000
 
 
-class Unauthenticated(MantaError):
+class Unauthenticated(ServiceError):
     """A request without a valid key."""
+
+    kind = ErrorKind("unauthenticated", 401, "there is no key with the request, or it is unknown, expired or revoked")
 
     def __init__(self, ended: str | None = None) -> None:
         """`ended`: which key was sent, and why it is no longer valid."""
@@ -38,8 +41,10 @@ class Unauthenticated(MantaError):
         )
 
 
-class Forbidden(MantaError):
+class Forbidden(ServiceError):
     """The key does not permit the operation."""
+
+    kind = ErrorKind("forbidden", 403, "the key does not allow this; `detail` names the scope that is needed")
 
     def __init__(self, need: RequiredPermission | None, identity: Identity):
         self.need = need
@@ -47,8 +52,10 @@ class Forbidden(MantaError):
         super().__init__(f"this needs a key with scope {need}; {identity.key_name!r} ({identity.key_id}) has {has}")
 
 
-class PriorityTooHigh(MantaError):
+class PriorityTooHigh(InvalidParameter):
     """The key does not permit such a priority for jobs or keys."""
+
+    field = "priority"
 
     def __init__(self, identity: Identity):
         super().__init__(
@@ -175,8 +182,7 @@ class JobProjects:
             raise JobNotFound(job_id)
 
     def _read_project(self, job_id: str) -> str:
-        with self._store().read() as session:
-            return jobs.project_of(session, job_id)
+        return self._store().query(jobs.project_of, job_id)
 
 
 async def own_job_id(request: Request, job_id: Annotated[str, Path(description="Job id")]) -> str:

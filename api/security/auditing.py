@@ -11,7 +11,7 @@ from fastapi import Request
 from sqlalchemy.orm import Session
 from starlette.types import Message, Scope, Send
 
-from manta.api.problem_codes import MEDIA_TYPE
+from manta.api.problems import MEDIA_TYPE
 from manta.api.security.access import RequestOfCaller, caller_of, request_of_caller
 from manta.api.security.permissions import DASHBOARD_PATH, shown
 from manta.service.keys.identity import Identity

@@ -89,8 +89,7 @@ class Identities:
         return await run_in_threadpool(self._read_expiry_reason, credential) if credential.is_key else None
 
     def _read_expiry_reason(self, credential: Credential) -> str | None:
-        with self._store().read() as session:
-            key = keys.by_digest(session, credential.digest)
+        key = self._store().query(keys.by_digest, credential.digest)
         if key is None:
             return None
         return f"{key.name!r} ({key.id}) {'has expired' if key.revoked_at is None else 'was revoked'}"

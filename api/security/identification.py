@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manta.api.problems import DATABASE_ERRORS, database_unavailable, problem, too_many
+from manta.api.problems import DATABASE_ERRORS, database_unavailable, problem_of
 from manta.api.security.access import RequestOfCaller, Unauthenticated, attach
 from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities, credential_in
@@ -50,7 +50,7 @@ class Identification:
             else:
                 self._limits.begin_request(identity.key_id)
         except TooManyRequests as error:  # before the audit, which it would fill
-            await too_many(error)(scope, receive, send)
+            await problem_of(error)(scope, receive, send)
             return
         except DATABASE_ERRORS as error:
             cause = getattr(error, "orig", None) or error
@@ -84,4 +84,4 @@ def _unauthenticated(path: str, ended: str | None) -> Response:
     """Browsers get a page that says what to do; `ended`: why the key that was sent is no longer valid."""
     if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
         return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
-    return problem("unauthenticated", str(Unauthenticated(ended)))
+    return problem_of(Unauthenticated(ended))

@@ -8,15 +8,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.settings import RequestLimits
-from manta.workers.errors import MantaError
 
 _BURST_SECONDS = 2.0
 _MAX_CALLERS = 10_000
 
 
-class TooManyRequests(MantaError):
+class TooManyRequests(ServiceError):
     """A caller exceeds one of its limits; the message says which."""
+
+    kind = ErrorKind("too_many_requests", 429, "the caller sends more requests than it may at once or in a second")
 
     def __init__(self, message: str, retry_seconds: float):
         self.retry_seconds = retry_seconds

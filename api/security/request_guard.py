@@ -20,12 +20,20 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manta.api.problem_codes import KINDS
-from manta.api.problems import problem
+from manta.api.problems import (
+    BODY_TOO_LARGE,
+    BODY_TOO_SLOW,
+    CROSS_SITE,
+    OTHER_RELEASE,
+    UNKNOWN_HOST,
+    UNSUPPORTED_MEDIA_TYPE,
+    problem,
+)
 from manta.api.rest_version import HEADER, REST, client_incompatibility
 from manta.api.security.access import is_stranger
 from manta.api.security.credentials import credential_in
 from manta.api.security.permissions import LINK_PATH, PROBED
+from manta.service.errors import ErrorKind
 from manta.workers.system.sockets import is_loopback
 
 MAX_BODY_BYTES = 1024 * 1024
@@ -44,13 +52,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 class Refusal:
     """Why a request is refused."""
 
-    code: str
+    kind: ErrorKind
     detail: str
-
-    @property
-    def status(self) -> int:
-        """HTTP status of the answer."""
-        return KINDS[self.code].status
 
 
 @dataclass(frozen=True)
@@ -93,21 +96,21 @@ def refusal(method: str, path: str, headers: Mapping[str, str], ours: OwnAddress
     host = headers.get("host", "")
     if not _is_ours(host, ours.names) and (host or path not in PROBED):  # old probes send no Host
         return Refusal(
-            "unknown_host",
+            UNKNOWN_HOST,
             f"the service is not known as {host[:100]!r}; use its address, or add the name to MANTA_ALLOWED_HOSTS",
         )
     misunderstanding = client_incompatibility(headers.get(HEADER.lower()))
     if misunderstanding is not None:
-        return Refusal("other_release", misunderstanding)
+        return Refusal(OTHER_RELEASE, misunderstanding)
     if path.startswith(LINK_PATH) and headers.get("sec-fetch-dest", "document") != "document":
-        return Refusal("cross_site", "a link signs in whoever opens it, not a browser whose page asks for it")
+        return Refusal(CROSS_SITE, "a link signs in whoever opens it, not a browser whose page asks for it")
     if method in _SAFE:
         return None
     foreign = _cross_site(headers, ours, scheme)
     if foreign is not None:
-        return Refusal("cross_site", foreign)
+        return Refusal(CROSS_SITE, foreign)
     if path.startswith(_JSON_PATHS) and _has_body(headers) and not _is_json(headers.get("content-type", "")):
-        return Refusal("unsupported_media_type", "the body must be JSON: send it with Content-Type: application/json")
+        return Refusal(UNSUPPORTED_MEDIA_TYPE, "the body must be JSON: send it with Content-Type: application/json")
     return None
 
 
@@ -204,7 +207,7 @@ class RequestGuard:
             else:
                 receive = _replayed(body, receive)
         if refused is not None:
-            await problem(refused.code, refused.detail)(scope, receive, send)
+            await problem(refused.kind, refused.detail)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -215,13 +218,13 @@ async def _arrived(receive: Receive, headers: Mapping[str, str]) -> bytes | Refu
         async with asyncio.timeout(BODY_SECONDS):
             return await _body(receive, headers)
     except TimeoutError:
-        return Refusal("body_too_slow", f"the body has not arrived within {BODY_SECONDS:g} s; send the request again")
+        return Refusal(BODY_TOO_SLOW, f"the body has not arrived within {BODY_SECONDS:g} s; send the request again")
 
 
 async def _body(receive: Receive, headers: Mapping[str, str]) -> bytes | Refusal | None:
     """The whole body, however long it takes, or why it is refused; None if its client has disconnected. A body that is
     too long according to its header is not even read."""
-    too_large = Refusal("body_too_large", f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs")
+    too_large = Refusal(BODY_TOO_LARGE, f"the body is longer than {MAX_BODY_BYTES} bytes, which no request needs")
     length = headers.get("content-length", "0")
     if length.isdecimal() and int(length) > MAX_BODY_BYTES:
         return too_large

@@ -17,8 +17,9 @@ from fastapi import FastAPI, Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from manta.api.app_state import state_of
-from manta.api.problems import problem
+from manta.api.problems import HEAD_TOO_LARGE, HTTP_ERROR, TOO_MANY_CONNECTIONS, problem
 from manta.api.rest_version import HEADER, REST
+from manta.service.errors import ErrorKind
 from manta.workers.system.resources import raise_limit
 
 HEAD_SECONDS = 15.0
@@ -58,7 +59,7 @@ class LimitedConnection(HttpToolsProtocol):
         """Accept the connection, or refuse it if there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
-            transport.write(_as_bytes(_refusal("too_many_connections")))
+            transport.write(_as_bytes(_refusal(TOO_MANY_CONNECTIONS)))
             transport.close()
         else:
             self._await_head()
@@ -70,7 +71,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._outside_bodies += len(data)
         super().data_received(data)
         if self._outside_bodies > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse("head_too_large")
+            self._refuse(HEAD_TOO_LARGE)
         elif self._reads_a_body_or_answers():
             self._end_wait()
         else:
@@ -106,12 +107,12 @@ class LimitedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what the parser cannot read, or was stopped at."""
-        self._refuse("head_too_large" if self._is_too_much else "http_error")
+        self._refuse(HEAD_TOO_LARGE if self._is_too_much else HTTP_ERROR)
 
-    def _refuse(self, code: str) -> None:
+    def _refuse(self, kind: ErrorKind) -> None:
         """Close the connection, with an answer unless that could be taken for the answer to an earlier request."""
         if not self.pipeline and not (self._reads_a_body_or_answers() and not self.cycle.more_body):
-            self.transport.write(_as_bytes(_refusal(code)))
+            self.transport.write(_as_bytes(_refusal(kind)))
         self.transport.close()
 
     def pause_writing(self) -> None:
@@ -159,15 +160,15 @@ def limited_to(most: int) -> type[LimitedConnection]:
 
 
 _DETAILS = {
-    "too_many_connections": "the service holds as many connections as it can; try again in a moment",
-    "head_too_large": f"the request's line and headers, or what is around its body, have more than {MAX_HEAD_BYTES} "
+    TOO_MANY_CONNECTIONS: "the service holds as many connections as it can; try again in a moment",
+    HEAD_TOO_LARGE: f"the request's line and headers, or what is around its body, have more than {MAX_HEAD_BYTES} "
     f"bytes or {MAX_HEADERS} lines, which no request needs",
-    "http_error": "this is not HTTP that the service can read",
+    HTTP_ERROR: "this is not HTTP that the service can read",
 }
 
 
-def _refusal(code: str) -> Response:
-    return problem(code, _DETAILS[code], headers={HEADER: str(REST)})
+def _refusal(kind: ErrorKind) -> Response:
+    return problem(kind, _DETAILS[kind], headers={HEADER: str(REST)})
 
 
 def _as_bytes(response: Response) -> bytes:

@@ -121,8 +121,7 @@ class StoredVersions:
         return {each: self._version(each, states) for each in watched}
 
     def _begin(self, store: Store) -> dict[Watched, object]:
-        with store.read() as session:
-            self._after, self._newest = events.newest(session), {}
+        self._after, self._newest = store.query(events.newest), {}
         self._known = store
         return {}
 

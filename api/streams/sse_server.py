@@ -17,7 +17,7 @@ from manta.api.problems import DATABASE_ERRORS
 from manta.api.security.access import begin_stream, is_still_authorized
 from manta.api.streams.changes import Changes, Watched
 from manta.api.threads import LongReads, long_reads_of
-from manta.service.store import JobNotFound
+from manta.service.store.errors import JobNotFound
 
 PRESENCE_SECONDS = 1.0
 """Maximum seconds until it is noticed that a client, or its key, is gone."""

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from manta.api.parameters import body_as
-from manta.api.problems import problem
+from manta.api.problems import NOT_FOUND, problem
 from manta.api.security.access import request_of_caller
 from manta.api.security.permissions import DASHBOARD, DASHBOARD_PATH
 from manta.service.states import ACTIONS, FINAL, STATE_NAMES
@@ -152,7 +152,7 @@ def _file(digest: str, name: str) -> Response:
     """A file of this release. Its address changes whenever any of them does, so that browsers may keep it for good."""
     file = FILES.get(name) if digest == DIGEST else None
     if file is None:
-        return problem("not_found", "there is no such file in this release: load the page again")
+        return problem(NOT_FOUND, "there is no such file in this release: load the page again")
     return Response(file.content, HTTPStatus.OK, media_type=file.media_type, headers={**_HEADERS, **_IMMUTABLE})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from manta.workers.errors import MantaError
+from manta.service.errors import ErrorKind, ServiceError
 from manta.workers.protocol.messages import NodeDescription
 from manta.workers.system.sockets import address_facing
 
@@ -16,13 +16,15 @@ NAMED = 3
 SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
 
 
-class ClusterUnavailable(MantaError):
+class ClusterUnavailable(ServiceError):
     """Ray did not do what it was asked, or does not answer; the message is one line."""
+
+    kind = ErrorKind("cluster_unavailable", 503, "Ray does not answer")
 
     def __init__(self, error: Exception):
         """`error`: the exception that Ray raised."""
-        self.kind = type(error).__name__
-        super().__init__((str(error).strip() or self.kind).splitlines()[-1])
+        self.raised = type(error).__name__
+        super().__init__((str(error).strip() or self.raised).splitlines()[-1])
 
 
 def needs_traceback(error: Exception) -> bool:
@@ -30,8 +32,10 @@ def needs_traceback(error: Exception) -> bool:
     return not isinstance(error, ClusterUnavailable)
 
 
-class NodeNotFound(MantaError):
+class NodeNotFound(ServiceError):
     """No node, or more than one, has this id."""
+
+    kind = ErrorKind("node_not_found", 404, "there is no such node, or several ids begin like that")
 
     def __init__(self, node: str, matches: int):
         """`matches`: how many nodes have it."""
@@ -43,8 +47,10 @@ class NodeNotFound(MantaError):
         super().__init__(f"{many}; `manta nodes` lists them")
 
 
-class NodeLeaving(MantaError):
+class NodeLeaving(ServiceError):
     """The machine itself has said that the node is about to go away, which no user can change."""
+
+    kind = ErrorKind("node_leaving", 409, "the node's machine has announced that it is about to shut down")
 
     def __init__(self, node: str, reason: str):
         super().__init__(
@@ -52,8 +58,10 @@ class NodeLeaving(MantaError):
         )
 
 
-class NodeUnreachable(MantaError):
+class NodeUnreachable(ServiceError):
     """The node's daemon does not answer."""
+
+    kind = ErrorKind("node_unreachable", 503, "the node does not answer")
 
     def __init__(self, node: str):
         super().__init__(f"the daemon of node {node} does not answer, so the request did not reach it; try again")

@@ -9,15 +9,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from manta.service.cluster.placement import Capacity, stage_types
+from manta.service.errors import ErrorKind, ServiceError
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.errors import MantaError
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import find_problems
 
 
-class SizeOutOfBounds(MantaError):
+class SizeOutOfBounds(ServiceError):
     """A number of replicas that the job's spec does not permit."""
+
+    kind = ErrorKind("size_out_of_bounds", 422, "the job cannot have this size")
 
     def __init__(self, job_id: str, replicas: int, sizes: range):
         bounds = f"{sizes.start}..{sizes.stop - 1}"

@@ -231,8 +231,7 @@ class ControlPlane:
             task.add_done_callback(log_failure)
 
     def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
-        with self._store.read() as session:
-            return jobs.states(session, job_ids)
+        return self._store.query(jobs.states, job_ids)
 
     async def _watch_ray(self) -> None:
         """Notice when our Ray can place nothing any more. Either all trainers died with it, or will when it is
@@ -374,8 +373,7 @@ class ControlPlane:
                     await self._started_cluster.end_job(job_id)
 
     def _job(self, job_id: str) -> Job:
-        with self._store.read() as session:
-            return jobs.get(session, job_id)
+        return self._store.query(jobs.get, job_id)
 
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `manta.api.schemas.Cluster`. Raises
@@ -416,7 +414,7 @@ class ControlPlane:
         try:
             problem = self._call(self._cluster.nodes.problem_of_all(), 5.0)
         except ClusterUnavailable as error:
-            return [f"Ray does not answer ({error.kind})"]
+            return [f"Ray does not answer ({error.raised})"]
         return [] if problem is None else [problem]
 
     def stop(self) -> None:

@@ -10,13 +10,13 @@ from manta.service.cluster.agent_client import AgentClient, AgentError, within
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.placement import agent_name
 from manta.service.cluster.sizes import in_use
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.states import SUPERVISED
 from manta.service.store import Store, events, jobs, ranks
 from manta.service.store.tables import Job
 from manta.service.stored_specs import stored_spec
 from manta.service.words import no_such_rank
 from manta.workers.config import JobSpec
-from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import BETWEEN_STEPS, Fault
 from manta.workers.protocol.requests import Arm
@@ -25,15 +25,19 @@ from manta.workers.protocol.requests import Arm
 INJECT_SECONDS = 10.0
 
 
-class FaultsNotAllowed(MantaError):
+class FaultsNotAllowed(ServiceError):
     """This service does not inject faults."""
+
+    kind = ErrorKind("faults_not_allowed", 403, "the service was started without --allow-faults")
 
     def __init__(self) -> None:
         super().__init__("this service does not inject faults; `manta up --allow-faults` starts one that does")
 
 
-class FaultNotPossible(MantaError):
+class FaultNotPossible(ServiceError):
     """The job cannot have this fault now; the message says why."""
+
+    kind = ErrorKind("fault_not_possible", 409, "the fault could never happen")
 
 
 class FaultInjector:

@@ -12,13 +12,13 @@ from manta.service.cluster.agent_client import AgentClient, AgentError, within
 from manta.service.cluster.agents import query
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.sizes import in_use
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.recovery.waits import Waits, waits_now
 from manta.service.store import Store, jobs, ranks
 from manta.service.store.tables import Job, Rank
 from manta.service.stored_specs import stored_spec
 from manta.service.words import no_such_rank
 from manta.workers.comm.grid import RankGrid
-from manta.workers.errors import MantaError
 from manta.workers.protocol.requests import RankRequest
 
 REQUEST_SECONDS = 2.0
@@ -29,22 +29,28 @@ all viewers."""
 _MAX_CACHED = 64
 
 
-class NoRanks(MantaError):
+class NoRanks(ServiceError):
     """The job has no ranks that could be asked."""
+
+    kind = ErrorKind("no_ranks", 409, "the job has no running ranks")
 
     def __init__(self, job: Job):
         super().__init__(f"{job.id} is {job.state} and has no ranks that run: ask while it is RUNNING")
 
 
-class RankNotFound(MantaError):
+class RankNotFound(ServiceError):
     """The job has no such rank."""
+
+    kind = ErrorKind("rank_not_found", 404, "the job has no such rank")
 
     def __init__(self, job_id: str, rank: int, count: int):
         super().__init__(no_such_rank(job_id, rank, count))
 
 
-class RankTimeout(MantaError):
+class RankTimeout(ServiceError):
     """The rank's agent, or its trainer, does not answer."""
+
+    kind = ErrorKind("rank_silent", 503, "the rank's agent does not answer, or no trainer runs there")
 
     def __init__(self, rank: int, why: str):
         super().__init__(f"rank {rank} cannot be asked: {why}; try again in a moment")

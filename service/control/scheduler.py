@@ -29,8 +29,9 @@ from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import LeaseLost
 from manta.service.leases.held import Leases
 from manta.service.states import JobState
-from manta.service.store import IllegalTransition, JobNotFound, Store, jobs
+from manta.service.store import Store, jobs
 from manta.service.store.database import may_pass
+from manta.service.store.errors import IllegalTransition, JobNotFound
 from manta.service.store.tables import Job
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 from manta.service.tasks import Lag

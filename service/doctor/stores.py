@@ -41,8 +41,7 @@ def database(settings: Settings) -> Iterator[Finding]:
             refuse_none(store)
             yield _revision(store)
             if file is None:
-                with store.read() as session:
-                    yield _skew("the database", leases.now(session) - time.time())
+                yield _skew("the database", store.query(leases.now) - time.time())
     except StoreEmpty:
         yield _to_be_made(shown(url))
     except (MantaError, SQLAlchemyError) as error:

@@ -32,7 +32,8 @@ from manta.service.job.generation import RunningGeneration
 from manta.service.job.inbox import LEAVE, Cancel, Resize, WaitInQueue
 from manta.service.job.launch import CommonOrder, order_for
 from manta.service.job.leave import time_to_save
-from manta.service.store import JobNotFound, jobs
+from manta.service.store import jobs
+from manta.service.store.errors import JobNotFound
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 from manta.workers.config import JobSpec
 from manta.workers.protocol.messages import LaunchOrder

@@ -16,11 +16,11 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.ids import is_job_id
 from manta.service.logs.filters import Level, LineTest, LogFilter, level_of
 from manta.service.store.errors import InvalidCursor
 from manta.service.store.paging import Cursors
-from manta.workers.errors import MantaError
 from manta.workers.system.regular_files import open_regular
 
 DEFAULT_LIMIT = 1000
@@ -34,8 +34,10 @@ Position = dict[int, int]
 """Rank -> number of bytes of its file that were read already."""
 
 
-class LogsUnavailable(MantaError):
+class LogsUnavailable(ServiceError):
     """The place where a job's log is stored does not answer."""
+
+    kind = ErrorKind("logs_unavailable", 503, "the place where logs are kept does not answer")
 
     def __init__(self, error: OSError):
         super().__init__(f"the log cannot be read now, and nothing of it is lost: try again ({error})")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.planner import explain
 from manta.service.planner.budget import Share, step_shares
 from manta.service.planner.hardware import (
@@ -30,13 +31,14 @@ from manta.service.planner.search import plan_of
 from manta.service.planner.sizes import elastic_sizes
 from manta.service.planner.step_time import step_model, threads_in
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.errors import MantaError
 from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.system.threads import with_threads
 
 
-class NotPlanned(MantaError):
+class NotPlanned(ServiceError):
     """No plan can be made for this job; the message says why."""
+
+    kind = ErrorKind("nothing_planned", 409, "the job has no plan, or none that can be drawn; `detail` says why")
 
 
 @dataclass(frozen=True)

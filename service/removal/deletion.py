@@ -17,13 +17,14 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.file_work import REMOVAL_SECONDS, FileWork, NotFinished
 from manta.service.states import JobState, after_action, is_final
-from manta.service.store import JobNotFound, Store, checkpoints, deletion, events, exports, generations, jobs, leases
+from manta.service.store import Store, checkpoints, deletion, events, exports, generations, jobs, leases
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Checkpoint, Job
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.checkpoint.pruning import remove
-from manta.workers.errors import MantaError
 from manta.workers.node.folders import shares
 from manta.workers.paths import Paths
 from manta.workers.storage.files import bytes_in, files_of
@@ -32,7 +33,13 @@ from manta.workers.storage.locations import Location
 _BEFORE_FIRST_STEP = (JobState.STARTING, JobState.RECOVERING, JobState.RESIZING)
 
 
-class StillRemoving(MantaError):
+class NotRemoved(ServiceError):
+    """A file cannot be removed, so what it belongs to is still there."""
+
+    kind = ErrorKind("files_not_removed", 409, "a file cannot be removed, so what it belongs to is still there")
+
+
+class StillRemoving(NotRemoved):
     """The files of a job are not removed in time."""
 
     def __init__(self, job_id: str, why: NotFinished):
@@ -42,7 +49,7 @@ class StillRemoving(MantaError):
         )
 
 
-class FilesNotRemoved(MantaError):
+class FilesNotRemoved(NotRemoved):
     """Something in a job's folder cannot be removed."""
 
     def __init__(self, job_id: str, folder: Location, error: OSError):
@@ -190,11 +197,13 @@ def _entries(folder: Location) -> int:
         return 0
 
 
-class CheckpointNeeded(MantaError):
+class CheckpointNeeded(ServiceError):
     """The checkpoint is in use, or the job would resume from it; the message says what to do."""
 
+    kind = ErrorKind("checkpoint_needed", 409, "the checkpoint is in use, or the job would resume from it")
 
-class CheckpointNotRemoved(MantaError):
+
+class CheckpointNotRemoved(NotRemoved):
     """Part of the checkpoint cannot be removed."""
 
     def __init__(self, path: str):
@@ -204,7 +213,7 @@ class CheckpointNotRemoved(MantaError):
         )
 
 
-class CheckpointStillRemoving(MantaError):
+class CheckpointStillRemoving(NotRemoved):
     """The checkpoint is not removed in time."""
 
     def __init__(self, checkpoint_id: str, why: NotFinished):

@@ -20,7 +20,8 @@ from pathlib import Path
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.removal.deletion import FilesNotRemoved, StillRemoving, delete_rest_in_time
-from manta.service.store import JobNotFound, Store, deletion
+from manta.service.store import Store, deletion
+from manta.service.store.errors import JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.storage.files import files_of
 

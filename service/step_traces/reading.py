@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from manta.service.cluster.sizes import in_use
+from manta.service.errors import ErrorKind, ServiceError
 from manta.service.planner.budget import step_shares
 from manta.service.planner.explain import MAX_PASSES
 from manta.service.planner.hardware import Cluster, UnknownMachine
@@ -26,7 +27,6 @@ from manta.service.store.errors import TraceNotFound
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
-from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import MalformedMessage
 from manta.workers.schedules import SCHEDULES
 from manta.workers.step_traces.analysis import analysis_document, rank_documents, slice_document
@@ -42,8 +42,10 @@ PlannerCluster = Callable[[JobSpec], Cluster | None]
 """The cluster that the planner assumes for a job; None if it knows none."""
 
 
-class NothingMeasured(MantaError):
+class NothingMeasured(ServiceError):
     """Nothing is known yet about how a job's steps spend their time."""
+
+    kind = ErrorKind("nothing_measured", 409, "nothing has been measured yet of where the job's steps go")
 
     def __init__(self, job_id: str, step: int, of_phases: bool):
         """`step`: the last step that it has committed; `of_phases`: whether other sources than a trace would have been

@@ -1,29 +1,6 @@
 """The job database: `Store` for connections, and one module of queries per table."""
 
 from manta.service.store.database import Store
-from manta.service.store.errors import (
-    CheckpointNotFound,
-    DatabaseLost,
-    ExportNotFound,
-    IdempotencyConflict,
-    IllegalTransition,
-    InvalidCursor,
-    JobBeingDeleted,
-    JobBeingExported,
-    JobChanged,
-    JobNotFinal,
-    JobNotFound,
-    KeyNotFound,
-    LinkInvalid,
-    OutcomeUnknown,
-    ProjectExists,
-    ProjectNotFound,
-    StoreOfNewerRelease,
-    StoreUnusable,
-    TooManyLabels,
-    TraceNotFound,
-    TraceNotPossible,
-)
 from manta.service.store.installation_tables import ApiKey, AuditEntry, Lease, Project
 from manta.service.store.paging import Page
 from manta.service.store.step_traces import StepTrace

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, NotSupportedError, ProgrammingError, SQLAlchemyError
@@ -30,6 +30,7 @@ from manta.workers.errors import MantaError
 if TYPE_CHECKING:
     from manta.service.store.postgresql import PostgresDatabase
 
+P = ParamSpec("P")
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
@@ -223,14 +224,14 @@ class Store:
         with self._read_session() as session:
             yield session
 
+    def query(self, query: Callable[Concatenate[Session, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `query` for a session like that of `read` and the other arguments."""
+        with self.read() as session:
+            return query(session, *args, **kwargs)
+
     async def read_async(self, query: Callable[[Session], T]) -> T:
-        """The result of `query` with a session like that of `read`, without blocking the event loop."""
-
-        def read() -> T:
-            with self.read() as session:
-                return query(session)
-
-        return await asyncio.to_thread(read)
+        """Like `query`, without blocking the event loop."""
+        return await asyncio.to_thread(self.query, query)
 
     @contextmanager
     def read_rows(self) -> Iterator[Connection]:

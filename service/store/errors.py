@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from sqlalchemy.exc import OperationalError
 
+from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
 from manta.service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
 from manta.workers.errors import MantaError
 
 
-class JobNotFound(MantaError):
+class JobNotFound(ServiceError):
     """No job has this id."""
+
+    kind = ErrorKind("job_not_found", 404, "there is no such job")
 
     def __init__(self, job_id: str):
         self.job_id = job_id
         super().__init__(f"there is no job {job_id[:100]!r}; `manta ps` lists the jobs")
 
 
-class IllegalTransition(MantaError):
+class IllegalTransition(ServiceError):
     """A job's state does not allow the operation; the message names the state, and says why or what to do."""
+
+    kind = ErrorKind("illegal_transition", 409, "the job's state does not allow it")
 
     def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
         self.job_id, self.state, self.target, self.action = job_id, state, target, action
@@ -30,8 +35,10 @@ class IllegalTransition(MantaError):
             super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")
 
 
-class JobNotFinal(MantaError):
+class JobNotFinal(ServiceError):
     """A job that is not final cannot be deleted."""
+
+    kind = ErrorKind("job_not_final", 409, "the job is not over: cancel it first")
 
     def __init__(self, job_id: str, state: JobState):
         self.job_id, self.state = job_id, state
@@ -41,24 +48,30 @@ class JobNotFinal(MantaError):
         )
 
 
-class JobBeingDeleted(MantaError):
+class JobBeingDeleted(ServiceError):
     """The deletion of a job has begun, so nothing else can be done with it."""
+
+    kind = ErrorKind("job_being_deleted", 409, "the job is being deleted")
 
     def __init__(self, job_id: str):
         self.job_id = job_id
         super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
 
 
-class JobBeingExported(MantaError):
+class JobBeingExported(ServiceError):
     """Weights of a job are being exported, so it cannot be deleted yet."""
+
+    kind = ErrorKind("job_being_exported", 409, "weights of the job are being exported")
 
     def __init__(self, job_id: str):
         self.job_id = job_id
         super().__init__(f"a checkpoint of job {job_id} is being exported: delete the job once that is done")
 
 
-class JobChanged(MantaError):
+class JobChanged(ServiceError):
     """A job has changed since the caller that changes it has read it."""
+
+    kind = ErrorKind("precondition_failed", 412, "the job has changed since the version that If-Match names")
 
     def __init__(self, job_id: str, version: str):
         self.job_id, self.version = job_id, version
@@ -68,20 +81,26 @@ class JobChanged(MantaError):
         )
 
 
-class TraceNotFound(MantaError):
+class TraceNotFound(ServiceError):
     """A job has no such trace."""
+
+    kind = ErrorKind("trace_not_found", 404, "the job has no such trace, or nothing was recorded for it")
 
     def __init__(self, job_id: str):
         self.job_id = job_id
         super().__init__(f"job {job_id} has no such trace, or not any more; `manta traces {job_id}` lists those it has")
 
 
-class TraceNotPossible(MantaError):
+class TraceNotPossible(ServiceError):
     """A trace of the job cannot be made; the message says why."""
 
+    kind = ErrorKind("trace_not_possible", 409, "the trace cannot be recorded")
 
-class IdempotencyConflict(MantaError):
+
+class IdempotencyConflict(ServiceError):
     """An idempotency key was used before with another body."""
+
+    kind = ErrorKind("idempotency_conflict", 409, "the Idempotency-Key was used before with another body")
 
     def __init__(self, key: str, job_id: str):
         self.key, self.job_id = key, job_id
@@ -90,8 +109,10 @@ class IdempotencyConflict(MantaError):
         )
 
 
-class CheckpointNotFound(MantaError):
+class CheckpointNotFound(ServiceError):
     """No checkpoint of the job has this id."""
+
+    kind = ErrorKind("checkpoint_not_found", 404, "the job has no such checkpoint")
 
     def __init__(self, job_id: str, checkpoint_id: str):
         super().__init__(
@@ -99,22 +120,28 @@ class CheckpointNotFound(MantaError):
         )
 
 
-class ExportNotFound(MantaError):
+class ExportNotFound(ServiceError):
     """No export of the job has this id."""
+
+    kind = ErrorKind("export_not_found", 404, "the job has no such export")
 
     def __init__(self, job_id: str, export_id: str):
         super().__init__(f"{job_id} has no export {export_id[:100]!r}")
 
 
-class TooManyLabels(MantaError):
+class TooManyLabels(InvalidParameter):
     """A job would have more labels than any may have."""
+
+    field = "labels"
 
     def __init__(self, count: int, most: int):
         super().__init__(f"the job would have {count} labels, and may have {most}: take some away, with null as value")
 
 
-class InvalidCursor(MantaError):
+class InvalidCursor(InvalidParameter):
     """A page cursor that this release of the service did not make."""
+
+    field = "cursor"
 
     def __init__(
         self, message: str = "the cursor is not one that this release of Manta gave out; start again without one"
@@ -132,32 +159,40 @@ class ForeignCursor(InvalidCursor):
         )
 
 
-class ProjectNotFound(MantaError):
+class ProjectNotFound(ServiceError):
     """No project has this name, or the caller may not see it."""
+
+    kind = ErrorKind("project_not_found", 404, "there is no such project")
 
     def __init__(self, name: str):
         self.name = name
         super().__init__(f"there is no project {name[:100]!r}; `manta projects list` lists the projects")
 
 
-class ProjectExists(MantaError):
+class ProjectExists(ServiceError):
     """A project of this name exists already."""
+
+    kind = ErrorKind("project_exists", 409, "there is a project of this name already")
 
     def __init__(self, name: str):
         self.name = name
         super().__init__(f"there is a project {name!r} already; choose another name")
 
 
-class KeyNotFound(MantaError):
+class KeyNotFound(ServiceError):
     """No API key has this id, or the caller may not see it."""
+
+    kind = ErrorKind("key_not_found", 404, "there is no such key")
 
     def __init__(self, key_id: str):
         self.key_id = key_id
         super().__init__(f"there is no key {key_id[:100]!r}; `manta keys list` lists the keys")
 
 
-class LinkInvalid(MantaError):
+class LinkInvalid(ServiceError):
     """A one-time link that was used, has expired, or never existed."""
+
+    kind = ErrorKind("link_not_good", 404, "the link was used before, has expired or was never issued")
 
     def __init__(self) -> None:
         super().__init__("this link was used before, has expired or was never given out; `manta link` prints a new one")

@@ -1,6 +1,6 @@
 """The history of a job and its spans: of a start, from the queue, which the job entered by its submission or when it
 lost its places, to the next committed step; and of a recovery, from the failure to the next committed step, with the
-phases of `docs/ledger.md`. Pure Python."""
+phases of `docs/ledger.md`. Asks no database."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
-from manta.service.ledger import StateEntry
-from manta.service.recovery.timeline import RecoveryTimeline, intervals
+from manta.service.recovery.timeline import intervals
 from manta.service.states import JobState
+from manta.service.store.recoveries import timeline
+from manta.service.store.tables import Generation, Job, Recovery, StateChange
 from manta.workers.config import ParallelConfig
 
 Value = str | int | float | Sequence[int]
@@ -23,61 +24,13 @@ RECOVERY = "job.recovery"
 
 
 @dataclass(frozen=True)
-class PastGeneration:
-    """One start of the job's gang. Times are Unix seconds."""
-
-    number: int
-    cause: str
-    began_at: float
-    resume_source: str = "start"
-    """Source of its state: start, snapshot, memory or checkpoint."""
-    resume_step: int = 0
-    """Committed step of the state."""
-    trained_from: float | None = None
-    """When its training loop began; None before its first committed step."""
-    first_step_at: float | None = None
-    ended_at: float | None = None
-
-
-@dataclass(frozen=True)
-class PastRecovery:
-    """A recovery, which began a generation after a failure."""
-
-    generation: int
-    """The generation that it began."""
-    kind: str
-    """Kind of the failure, such as killed or hung."""
-    cause: str
-    """What happened, in one sentence."""
-    rank: int
-    """Rank that failed."""
-    timeline: RecoveryTimeline
-    node: str | None = None
-    """Node where that rank ran."""
-    replaced: Sequence[int] = ()
-    """Ranks that got a new process."""
-    kept: int = 0
-    """Number of ranks that kept theirs."""
-    source: str = "start"
-    """Source of the state, such as snapshot or replica."""
-    resume_step: int = 0
-    """Committed step of the state."""
-    steps_redone: int | None = None
-    """Committed steps that were repeated; None if it did not get to a step."""
-    wait_seconds: float = 0.0
-    """How long it was delayed."""
-
-
-@dataclass(frozen=True)
 class JobHistory:
-    """One job; all lists are sorted, oldest first."""
+    """One job and its rows of the database; all lists are sorted, oldest first."""
 
-    id: str
-    name: str
-    project: str
-    states: Sequence[StateEntry]
-    generations: Sequence[PastGeneration]
-    recoveries: Sequence[PastRecovery] = ()
+    job: Job
+    states: Sequence[StateChange]
+    generations: Sequence[Generation]
+    recoveries: Sequence[Recovery] = ()
     layout: ParallelConfig | None = None
     """Layout of the newest generation; None if not known."""
 
@@ -121,7 +74,7 @@ def _number(of: str, size: int) -> int:
 def spans_of(history: JobHistory, generation: int) -> list[Span]:
     """All spans that completed when `generation` committed its first step; none before that. The past does not change
     later, and neither do its spans."""
-    committed = next((each for each in history.generations if each.number == generation), None)
+    committed = next((each for each in history.generations if each.generation == generation), None)
     if committed is None or committed.first_step_at is None:
         return []
     return [*start_spans(history, committed), *recovery_spans(history, committed)]
@@ -135,17 +88,17 @@ class _QueueVisit:
     left_at: float
 
 
-def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
+def start_spans(history: JobHistory, committed: Generation) -> list[Span]:
     """The spans of the start that completed with the first step of the generation `committed`; none if its job did not
     leave the queue since the previous step."""
-    turn = _last_queue_visit(history, committed.began_at)
+    turn = _last_queue_visit(history, committed.started_at)
     if turn is None or committed.first_step_at is None:
         return []
-    since = [generation for generation in history.generations if generation.began_at >= turn.queued_at]
+    since = [generation for generation in history.generations if generation.started_at >= turn.queued_at]
     if next(each for each in since if each.first_step_at is not None) != committed:
         return []
-    placed = next(each for each in since if each.began_at >= turn.left_at)
-    ends = (turn.left_at, placed.began_at, committed.trained_from, committed.first_step_at)
+    placed = next(each for each in since if each.started_at >= turn.left_at)
+    ends = (turn.left_at, placed.started_at, committed.trained_from, committed.first_step_at)
     phases = dict(zip(START_PHASES, intervals(turn.queued_at, ends), strict=True))
     attributes: dict[str, Value] = {
         "manta.cause": committed.cause,
@@ -153,7 +106,7 @@ def start_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
         "manta.resume_step": committed.resume_step,
         **_layout(history, committed),
     }
-    return _with_phases(history, committed.number, START, committed.first_step_at, phases, attributes)
+    return _with_phases(history, committed.generation, START, committed.first_step_at, phases, attributes)
 
 
 def _last_queue_visit(history: JobHistory, until: float) -> _QueueVisit | None:
@@ -162,19 +115,19 @@ def _last_queue_visit(history: JobHistory, until: float) -> _QueueVisit | None:
     queued_at = left_at = None
     before = None
     for entry in history.states:
-        if entry.at > until:
+        if entry.time > until:
             break
         if entry.state == JobState.QUEUED and (queued_at is None or before != JobState.STARTING):
-            queued_at, left_at = entry.at, None
+            queued_at, left_at = entry.time, None
         elif entry.state == JobState.STARTING:
-            left_at = entry.at
+            left_at = entry.time
         before = entry.state
     return None if queued_at is None or left_at is None else _QueueVisit(queued_at, left_at)
 
 
-def _layout(history: JobHistory, committed: PastGeneration) -> dict[str, Value]:
+def _layout(history: JobHistory, committed: Generation) -> dict[str, Value]:
     layout = history.layout
-    if layout is None or committed.number != history.generations[-1].number:
+    if layout is None or committed.generation != history.generations[-1].generation:
         return {}
     return {
         "manta.layout.tensor": layout.tensor,
@@ -184,23 +137,22 @@ def _layout(history: JobHistory, committed: PastGeneration) -> dict[str, Value]:
     }
 
 
-def recovery_spans(history: JobHistory, committed: PastGeneration) -> list[Span]:
+def recovery_spans(history: JobHistory, committed: Generation) -> list[Span]:
     """The spans of the recovery that completed with the first step of the generation `committed`, and of those directly
     before it that did not, because something else failed."""
-    stepped = [generation.number for generation in history.generations if generation.first_step_at is not None]
-    last = max((number for number in stepped if number < committed.number), default=0)
+    stepped = [generation.generation for generation in history.generations if generation.first_step_at is not None]
+    last = max((number for number in stepped if number < committed.generation), default=0)
     return [
         span
         for recovery in history.recoveries
-        if last < recovery.generation < committed.number
-        or (recovery.generation == committed.number and recovery.timeline.first_step_at is not None)
+        if last < recovery.generation < committed.generation
+        or (recovery.generation == committed.generation and recovery.first_step_at is not None)
         for span in _spans_of_one(history, recovery)
     ]
 
 
-def _spans_of_one(history: JobHistory, recovery: PastRecovery) -> list[Span]:
-    timeline = recovery.timeline
-    until, problem = timeline.first_step_at, None
+def _spans_of_one(history: JobHistory, recovery: Recovery) -> list[Span]:
+    until, problem = recovery.first_step_at, None
     if until is None:
         until, problem = _broken_off(history, recovery.generation)
     known = {"manta.recovery.node": recovery.node, "manta.recovery.steps_redone": recovery.steps_redone}
@@ -208,22 +160,26 @@ def _spans_of_one(history: JobHistory, recovery: PastRecovery) -> list[Span]:
         "manta.recovery.kind": recovery.kind,
         "manta.recovery.cause": recovery.cause,
         "manta.recovery.rank": recovery.rank,
-        "manta.recovery.ranks_replaced": tuple(recovery.replaced),
+        "manta.recovery.ranks_replaced": tuple(recovery.forked),
         "manta.recovery.ranks_kept": recovery.kept,
         "manta.recovery.wait_seconds": recovery.wait_seconds,
         "manta.resume_source": recovery.source,
         "manta.resume_step": recovery.resume_step,
         **{name: value for name, value in known.items() if value is not None},
     }
-    return _with_phases(history, recovery.generation, RECOVERY, until, timeline.intervals(), attributes, problem)
+    return _with_phases(
+        history, recovery.generation, RECOVERY, until, timeline(recovery).intervals(), attributes, problem
+    )
 
 
 def _broken_off(history: JobHistory, generation: int) -> tuple[float, str]:
     """When and why a generation ended that committed no step and was followed by another one."""
-    after = next(each for each in history.generations if each.number > generation)
-    ends = (each.ended_at for each in history.generations if each.number == generation and each.ended_at is not None)
-    why = f"no step was committed before generation {after.number} began: {after.cause}"
-    return next(ends, after.began_at), why
+    after = next(each for each in history.generations if each.generation > generation)
+    ends = (
+        each.ended_at for each in history.generations if each.generation == generation and each.ended_at is not None
+    )
+    why = f"no step was committed before generation {after.generation} began: {after.cause}"
+    return next(ends, after.started_at), why
 
 
 def _with_phases(
@@ -238,17 +194,17 @@ def _with_phases(
     """The span `name` of a generation, from the begin of its first phase to at least `until` Unix seconds, and below it
     one for each of `phases`, which are given as begin and end by name. A phase that took no time, or whose own end is
     not known, has none. `problem`: why it did not complete."""
-    trace, number = trace_id(history.id), span_id(history.id, generation, name)
+    trace, number = trace_id(history.job.id), span_id(history.job.id, generation, name)
     job: dict[str, Value] = {
-        "manta.job.id": history.id,
-        "manta.job.name": history.name,
-        "manta.job.project": history.project,
+        "manta.job.id": history.job.id,
+        "manta.job.name": history.job.name,
+        "manta.job.project": history.job.project,
         "manta.generation": generation,
     }
     began_at, ended_at = next(iter(phases.values()))[0], max(until, *(end for _, end in phases.values()))
     whole = Span(name, trace, number, began_at, ended_at, {**job, **attributes}, problem=problem)
     parts = [
-        Span(f"{name}.{phase}", trace, span_id(history.id, generation, f"{name}.{phase}"), begin, end, job, number)
+        Span(f"{name}.{phase}", trace, span_id(history.job.id, generation, f"{name}.{phase}"), begin, end, job, number)
         for phase, (begin, end) in phases.items()
         if end > begin
     ]

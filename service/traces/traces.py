@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 from sqlalchemy.orm import Session
 
 from manta.service.cluster.sizes import layout_in_use
-from manta.service.ledger import StateEntry
 from manta.service.store import Store, generations, jobs, recoveries
 from manta.service.store.errors import JobNotFound
-from manta.service.store.tables import Generation, Job, Recovery
+from manta.service.store.tables import Job
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
-from manta.service.traces.spans import JobHistory, PastGeneration, PastRecovery, spans_of
+from manta.service.traces.spans import JobHistory, spans_of
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import MantaError
 
@@ -92,8 +91,8 @@ class Traces:
     def _read_and_send(self, sender: SpanSender, job_id: str, generation: int) -> None:
         try:
             with self._store.read() as session:
-                history = _history_of(session, job_id)
-            sender.send(spans_of(history, generation))
+                spans = spans_of(_history_of(session, job_id), generation)
+            sender.send(spans)
         except JobNotFound:  # deleted in the meantime, and its history with it
             pass
         except Exception as error:  # noqa: BLE001 - whatever it is, the next ones may succeed
@@ -114,12 +113,10 @@ def _history_of(session: Session, job_id: str) -> JobHistory:
     """The history of a job so far. Raises JobNotFound."""
     job = jobs.get(session, job_id)
     return JobHistory(
-        job.id,
-        job.name,
-        job.project,
-        [StateEntry(row.time, row.state) for row in jobs.states_over_time(session, job_id)],
-        [_generation(row) for row in generations.of_job(session, job_id)],
-        [_recovery(row) for row in recoveries.of_job(session, job_id)],
+        job,
+        jobs.states_over_time(session, job_id),
+        generations.of_job(session, job_id),
+        recoveries.of_job(session, job_id),
         _layout(job),
     )
 
@@ -129,33 +126,3 @@ def _layout(job: Job) -> ParallelConfig | None:
         return layout_in_use(stored_spec(job).spec.layout, job)
     except SpecNotUnderstood:
         return None
-
-
-def _generation(row: Generation) -> PastGeneration:
-    return PastGeneration(
-        row.generation,
-        row.cause,
-        row.started_at,
-        row.resume_source,
-        row.resume_step,
-        row.trained_from,
-        row.first_step_at,
-        row.ended_at,
-    )
-
-
-def _recovery(row: Recovery) -> PastRecovery:
-    return PastRecovery(
-        row.generation,
-        row.kind,
-        row.cause,
-        row.rank,
-        recoveries.timeline(row),
-        row.node,
-        row.forked,
-        row.kept,
-        row.source,
-        row.resume_step,
-        row.steps_redone,
-        row.wait_seconds,
-    )

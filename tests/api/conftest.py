@@ -112,8 +112,7 @@ class FakeControl:
         )
 
     def waits(self, job_id: str) -> ObservedWaits:
-        with self.store.read() as session:
-            jobs.get(session, job_id)
+        self.store.query(jobs.get, job_id)
         ranks = (
             WaitingRank(0, "forward", "forward of micro-batch 3", 2.5, (), 7),
             WaitingRank(1, "backward", "backward, waiting for rank 0 to send a message", 2.0, (0,), 7),

@@ -18,17 +18,8 @@ from manta.service.keys.identity import Identity, Scope, digest_of, new_browser_
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import planned
-from manta.service.store import (
-    JobNotFound,
-    checkpoints,
-    events,
-    exports,
-    generations,
-    jobs,
-    keys,
-    plans,
-    trace_requests,
-)
+from manta.service.store import checkpoints, events, exports, generations, jobs, keys, plans, trace_requests
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Base
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.paths import Paths
@@ -61,17 +52,11 @@ NEEDS = {
     **dict.fromkeys(("check_cluster", "drain_node", "undrain_node", "create_project"), ("admin", "installation")),
 }  # fmt: skip
 BODIES = {
-    "export_checkpoint": {"to": "somewhere"},
-    "submit_job": DOCUMENT,
-    "edit_job": {"priority": 7},
-    "resize_job": {"data": 1},
-    "inject_fault": {"kind": "kill", "rank": 0},
-    "request_trace": {"steps": 1},
-    "drain_node": {"deadline_seconds": 1},
-    "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
-    "create_project": {"name": "another"},
-    "create_key": {"name": "a key", "scope": "read"},
-}
+    "export_checkpoint": {"to": "somewhere"}, "submit_job": DOCUMENT, "edit_job": {"priority": 7},
+    "resize_job": {"data": 1}, "inject_fault": {"kind": "kill", "rank": 0}, "request_trace": {"steps": 1},
+    "drain_node": {"deadline_seconds": 1}, "make_plans": {"model": DOCUMENT["model"], "cluster": {"current": True}},
+    "create_project": {"name": "another"}, "create_key": {"name": "a key", "scope": "read"},
+}  # fmt: skip
 QUERIES = {"list_sparklines": "?jobs={job_id}"}
 """Parameters that an operation cannot do without."""
 STATES = {
@@ -156,15 +141,9 @@ class Theirs:
     def ask(self, key=None, job=None, **headers):
         """The operation, about their job, key or node."""
         places = {
-            "job_id": job or self.job,
-            "rank": 0,
-            "checkpoint_id": self.checkpoint,
-            "export_id": self.export,
-            "key_id": self.key,
-            "node_id": "abcd",
-            "token": "nothing",
-            "trace_id": "trace_1",
-        }
+            "job_id": job or self.job, "rank": 0, "checkpoint_id": self.checkpoint, "export_id": self.export,
+            "key_id": self.key, "node_id": "abcd", "token": "nothing", "trace_id": "trace_1",
+        }  # fmt: skip
         shown = {} if key is None else bearer(key)
         path = self.operation.path.format(**places)
         path += QUERIES.get(self.operation.id, "").format(**places)

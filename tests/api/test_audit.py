@@ -3,6 +3,7 @@
 import logging
 import time
 from datetime import datetime
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -88,11 +89,8 @@ def test_audit_is_paged_and_filtered_and_bound_to_the_project(service):
 
 
 def test_service_that_fails_notes_that_too(service, monkeypatch):
-    def broken(job_id, request):
-        raise RuntimeError("broken")
-
     job = service.submit()["id"]
-    monkeypatch.setattr(service.control, "tell", broken)
+    monkeypatch.setattr(service.control, "tell", Mock(side_effect=RuntimeError("broken")))
     assert service.http.post(f"/v1/jobs/{job}/cancel", headers={"Connection": "close"}).status_code == 500
     entry = listed(service)[0]
     assert (entry["operation"], entry["status"], entry["code"]) == ("cancel_job", 500, "internal_error")

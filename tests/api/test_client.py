@@ -332,7 +332,7 @@ def test_client_stream_that_breaks_raises_service_unreachable(begins):
             listen()
 
 
-def test_client_that_is_closed_has_no_connection_left():
+async def test_client_that_is_closed_has_no_connection_left():
     closed = []
 
     class Transport(httpx.MockTransport):
@@ -342,13 +342,10 @@ def test_client_that_is_closed_has_no_connection_left():
         async def aclose(self):
             closed.append("in a loop")
 
-    async def main():
-        async with AsyncClient("http://here", Transport(lambda request: httpx.Response(200)), key="k"):
-            pass
-
     with Client("http://here", Transport(lambda request: httpx.Response(200)), key="k"):
         pass
-    asyncio.run(main())
+    async with AsyncClient("http://here", Transport(lambda request: httpx.Response(200)), key="k"):
+        pass
     assert closed == ["blocking", "in a loop"]
 
 

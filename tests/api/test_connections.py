@@ -1,7 +1,8 @@
-"""Connections that say nothing, or never stop saying it, and more connections than a service can hold."""
+"""Connections are limited, and end in order with the server."""
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
 import threading
@@ -15,10 +16,10 @@ from manta.api.rest_version import HEADER, REST
 from manta.api.security import request_guard
 from manta.api.security.rate_limits import CallerLimits
 from manta.api.serving import connections
-from manta.api.serving.connections import MAX_CONNECTIONS, LimitedConnection, max_connections
+from manta.api.serving.connections import MAX_CONNECTIONS, LimitedConnection, is_no_hangup, max_connections
 from manta.service.store import events
-from tests.api.conftest import FakeControl, serving
-from tests.api.support.keys import ADMIN
+from tests.api.conftest import FakeControl, add_admin, serving
+from tests.api.support.keys import ADMIN, bearer
 from tests.service.support.virtual_time import run_with_answers_at_once
 
 SECONDS = 20.0
@@ -289,3 +290,28 @@ def test_connection_limit_leaves_open_files_for_the_rest_of_the_service(monkeypa
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: asked.append(limits))
     assert max_connections() == most
     assert asked == ([] if raised is None else [(raised, hard)])
+
+
+def test_open_stream_ends_in_order_with_the_server(store, tmp_path):
+    add_admin(store)
+    with httpx.Client(timeout=20, headers=bearer(ADMIN)) as client:
+        with serving(FakeControl(store, tmp_path)) as url:
+            stream = client.send(client.build_request("GET", f"{url}/v1/events?follow=true"), stream=True)
+            lines = stream.iter_lines()
+            assert next(lines) == ": ping"
+        assert not any(lines), "it is over, and nothing was broken off"
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (RuntimeError("unable to perform operation on <TCPTransport closed=True>; the handler is closed"), False),
+        (RuntimeError("a defect"), True),
+        (OSError("the handler is closed"), True),
+        (None, True),
+    ],
+)
+def test_client_resets_are_not_logged_as_service_errors(error, logged):
+    about = None if error is None else (type(error), error, None)
+    record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception in ASGI application", (), about)
+    assert is_no_hangup(record) == logged

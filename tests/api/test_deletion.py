@@ -1,5 +1,7 @@
 """DELETE /v1/jobs/{id}: only what is over, all that it has, and an answer that says what that was."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from manta.api.client import ApiError, Client
@@ -68,10 +70,7 @@ def test_deletion_that_cannot_remove_files_names_them_and_marks_the_job_as_begun
 
 
 def test_cluster_that_does_not_answer_keeps_the_job(service, job, monkeypatch):
-    def away(job_id):
-        raise ClusterUnavailable(TimeoutError("no answer"))
-
-    monkeypatch.setattr(service.control, "delete", away)
+    monkeypatch.setattr(service.control, "delete", Mock(side_effect=ClusterUnavailable(TimeoutError("no answer"))))
     response = service.http.delete(f"/v1/jobs/{job['id']}")
     assert (response.status_code, response.json()["code"]) == (503, "cluster_unavailable")
     monkeypatch.undo()

@@ -18,25 +18,12 @@ values = st.recursive(
 )
 paths = st.sampled_from(
     [
-        ("name",),
-        ("model",),
-        ("model", "layers"),
-        ("model", "heads"),
-        ("model", "vocabulary_size"),
-        ("data", "source"),
-        ("data", "paths"),
-        ("train",),
-        ("train", "steps"),
-        ("train", "global_batch_size"),
-        ("train", "optimizer"),
-        ("parallel",),
-        ("parallel", "tensor"),
-        ("parallel", "data"),
-        ("elastic", "max_data"),
-        ("priority",),
-        ("something", "else"),
+        ("name",), ("model",), ("model", "layers"), ("model", "heads"), ("model", "vocabulary_size"),
+        ("data", "source"), ("data", "paths"), ("train",), ("train", "steps"), ("train", "global_batch_size"),
+        ("train", "optimizer"), ("parallel",), ("parallel", "tensor"), ("parallel", "data"),
+        ("elastic", "max_data"), ("priority",), ("something", "else"),
     ]
-)
+)  # fmt: skip
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

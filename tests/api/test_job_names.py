@@ -56,13 +56,9 @@ def test_client_calls_accept_the_name_of_a_job_for_its_id(service, job):
     assert set(first) == {"GET /v1/jobs?name=a+job&limit=10&spec=false"}
     of_job = f"/v1/jobs/{job['id']}"
     assert then == [
-        f"POST {of_job}/pause",
-        f"GET {of_job}/traces/t/profiles/0",
-        f"GET {of_job}/logs?follow=true",
-        f"GET /v1/events?job={job['id']}&limit=100",
-        f"GET {of_job}",
-        f"GET {of_job}/events?follow=true",
-    ]
+        f"POST {of_job}/pause", f"GET {of_job}/traces/t/profiles/0", f"GET {of_job}/logs?follow=true",
+        f"GET /v1/events?job={job['id']}&limit=100", f"GET {of_job}", f"GET {of_job}/events?follow=true",
+    ]  # fmt: skip
 
 
 def test_client_does_not_look_up_job_ids():

@@ -122,10 +122,6 @@ def test_concurrent_requests_with_one_key_make_one_job(service, document):
     assert len({answer.json()["id"] for answer in answers}) == 1
 
 
-def test_submission_without_an_idempotency_key_always_creates_a_job(service):
-    assert service.submit()["id"] != service.submit()["id"]
-
-
 def test_pages_are_newest_first(service):
     ids = [service.submit(name=f"job {n}")["id"] for n in range(5)]
     seen, cursor = [], None
@@ -148,83 +144,54 @@ def test_job_list_can_be_filtered_by_every_documented_state(service, state):
     assert len(response.json()["items"]) == (1 if state == "QUEUED" else 0)
 
 
-def test_a_queued_job_is_cancelled_at_once(service):
-    job = service.submit()
-    response = service.http.post(f"/v1/jobs/{job['id']}/cancel")
-    assert (response.status_code, response.json()["state"]) == (202, "CANCELLED")
-    assert TIME.fullmatch(response.json()["finished_at"])
-    assert service.control.asked[-1] == ("cancel", job["id"])
+RUNNING = ("STARTING", "RUNNING")
+PAUSING = (*RUNNING, "PAUSING")
 
 
-def test_running_job_is_cancelling_after_a_cancel_request(service):
-    job = service.submit()
-    service.move(job["id"], "STARTING", "RUNNING")
-    assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLING"
-    again = service.http.post(f"/v1/jobs/{job['id']}/cancel")
-    assert (again.status_code, again.json()["state"]) == (202, "CANCELLING")
+@pytest.mark.parametrize(("states", "action", "state", "announced"), [
+    ((), "cancel", "CANCELLED", "cancel"),
+    (RUNNING, "cancel", "CANCELLING", "cancel"),
+    ((*RUNNING, "CANCELLING"), "cancel", "CANCELLING", "cancel"),
+    (("PAUSED",), "cancel", "CANCELLED", "cancel"),
+    (RUNNING, "pause", "PAUSING", "pause"),
+    (PAUSING, "pause", "PAUSING", "pause"),
+    ((*PAUSING, "PAUSED"), "pause", "PAUSED", "pause"),
+    ((*PAUSING, "PAUSED"), "resume", "QUEUED", "submitted"),
+    (("STARTING", "FAILED"), "retry", "QUEUED", "submitted"),
+])  # fmt: skip
+def test_action_changes_the_state_of_a_job_and_is_announced(service, states, action, state, announced):
+    job = service.submit()["id"]
+    service.move(job, *states)
+    service.control.asked.clear()
+    response = service.http.post(f"/v1/jobs/{job}/{action}")
+    assert (response.status_code, response.json()["state"]) == (202, state)
+    assert service.control.asked == [(announced, job)], "nobody else would look at the queue"
+    assert service.http.get("/v1/jobs", params={"state": state}).json()["items"][0]["id"] == job
+    finished_at = response.json()["finished_at"]
+    assert TIME.fullmatch(finished_at) if state == "CANCELLED" else finished_at is None
 
 
-def test_cancelling_a_finished_job_is_a_conflict_that_names_the_state(service):
-    job = service.submit()
-    service.move(job["id"], "STARTING", "SUCCEEDED")
+@pytest.mark.parametrize(("states", "action", "why"), [
+    (("STARTING", "SUCCEEDED"), "cancel", "SUCCEEDED"),
+    (("CANCELLED",), "pause", "CANCELLED"),
+    (("CANCELLED",), "resume", "CANCELLED"),
+    (PAUSING, "resume", "only while it is PAUSED: wait until it is PAUSED, then resume it"),
+    *((states, "retry", "retry works only while it is FAILED")
+      for states in ((), RUNNING, ("STARTING", "SUCCEEDED"), ("CANCELLED",))),
+])  # fmt: skip
+def test_action_in_the_wrong_state_is_a_conflict_that_says_why(service, states, action, why):
+    job = service.submit()["id"]
+    service.move(job, *states)
     asked = list(service.control.asked)
-    response = service.http.post(f"/v1/jobs/{job['id']}/cancel")
+    response = service.http.post(f"/v1/jobs/{job}/{action}")
     assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
-    assert "SUCCEEDED" in response.json()["detail"]
-    assert service.control.asked == asked
-
-
-def test_a_job_is_paused_and_resumed(service):
-    job = service.submit()
-    service.move(job["id"], "STARTING", "RUNNING")
-    for _ in range(2):
-        response = service.http.post(f"/v1/jobs/{job['id']}/pause")
-        assert (response.status_code, response.json()["state"]) == (202, "PAUSING")
-        assert service.control.asked[-1] == ("pause", job["id"])
-    refused = service.http.post(f"/v1/jobs/{job['id']}/resume")
-    assert (refused.status_code, refused.json()["code"]) == (409, "illegal_transition")
-    assert refused.json()["detail"].endswith("only while it is PAUSED: wait until it is PAUSED, then resume it")
-    service.move(job["id"], "PAUSED")
-    assert service.http.get("/v1/jobs", params={"state": "PAUSED"}).json()["items"][0]["id"] == job["id"]
-    assert service.http.post(f"/v1/jobs/{job['id']}/pause").json()["state"] == "PAUSED"
-    response = service.http.post(f"/v1/jobs/{job['id']}/resume")
-    assert (response.status_code, response.json()["state"]) == (202, "QUEUED")
-    assert service.control.asked[-1] == ("submitted", job["id"])
-
-
-def test_a_paused_job_is_cancelled_at_once(service):
-    job = service.submit()
-    service.http.post(f"/v1/jobs/{job['id']}/pause")
-    assert service.http.post(f"/v1/jobs/{job['id']}/cancel").json()["state"] == "CANCELLED"
-    for action in ("pause", "resume"):
-        assert service.http.post(f"/v1/jobs/{job['id']}/{action}").status_code == 409
+    assert why in response.json()["detail"] and service.control.asked == asked
 
 
 def test_a_paused_job_is_not_deleted(service):
     job = service.submit()
     service.http.post(f"/v1/jobs/{job['id']}/pause")
     assert service.http.delete(f"/v1/jobs/{job['id']}").json()["code"] == "job_not_final"
-
-
-def test_a_failed_job_is_tried_again(service):
-    job = service.submit()
-    service.move(job["id"], "STARTING", "FAILED")
-    service.control.asked.clear()
-    response = service.http.post(f"/v1/jobs/{job['id']}/retry")
-    assert (response.status_code, response.json()["state"]) == (202, "QUEUED")
-    assert (response.json()["finished_at"], response.json()["reason"]) == (None, "retried_by_user")
-    assert service.control.asked == [("submitted", job["id"])], "nobody else would look at the queue"
-
-
-@pytest.mark.parametrize("states", [(), ("STARTING", "RUNNING"), ("STARTING", "SUCCEEDED"), ("CANCELLED",)])
-def test_retry_of_a_job_that_has_not_failed_is_refused(service, states):
-    job = service.submit()
-    service.move(job["id"], *states)
-    asked = list(service.control.asked)
-    response = service.http.post(f"/v1/jobs/{job['id']}/retry")
-    assert (response.status_code, response.json()["code"]) == (409, "illegal_transition")
-    assert response.json()["detail"].endswith("retry works only while it is FAILED")
-    assert service.control.asked == asked
 
 
 def test_a_running_job_shows_its_numbers(service):

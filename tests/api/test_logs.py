@@ -118,8 +118,7 @@ def test_log_stream_of_a_finished_job_waits_briefly_for_late_lines(service, job,
     """A node that was lost may bring what was printed on it later, or never."""
     service.report(job, [{"step": 1, "loss": 2.5}])
     service.move(job, "CANCELLED")
-    with service.store.read() as session:
-        now = [jobs.get(session, job).finished_at + logs._LATE_SECONDS - 1.0]
+    now = [service.store.query(jobs.get, job).finished_at + logs._LATE_SECONDS - 1.0]
     monkeypatch.setattr(logs, "time", SimpleNamespace(time=lambda: now[0], monotonic=time.monotonic))
     monkeypatch.setattr(LogsInHome, "is_complete", lambda self, job_id: False)
     monkeypatch.setattr(LogsInHome, "version", lambda self, job_id: time.monotonic())
@@ -211,11 +210,7 @@ def test_log_of_an_unknown_rank_is_refused_and_of_a_former_rank_served(service, 
         answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9, **parameters})
         assert (answer.status_code, answer.json()["code"]) == (404, "rank_not_found")
         assert answer.json()["detail"] == f"{job} has no rank 9; its ranks are 0 to 3"
-
-    def away(self, job_id, fresh=True):
-        raise LogsUnavailable(OSError("the bucket is away"))
-
-    monkeypatch.setattr(LogsInHome, "source", away)
+    monkeypatch.setattr(LogsInHome, "source", Mock(side_effect=LogsUnavailable(OSError("the bucket is away"))))
     answer = service.http.get(f"/v1/jobs/{job}/logs", params={"rank": 9})
     assert answer.json()["code"] == "logs_unavailable", "what cannot be read is not known to be absent"
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -90,8 +91,7 @@ def test_rate_limited_request_gets_retry_after(tmp_path, store):
             assert 1 <= int(refused.headers["Retry-After"]) <= 1000
         assert http.get("/healthz").status_code == 429, "of this address, without a key"
         assert http.get("/v1/jobs", headers=bearer(other)).status_code == 200, "a key is not to blame for that"
-    with store.read() as session:
-        assert audit.page(session, None).items == [], "who asks too often does not fill the database by that"
+    assert store.query(audit.page, None).items == [], "who asks too often does not fill the database by that"
 
 
 def test_concurrent_streams_are_limited_and_their_places_freed(tmp_path, store):
@@ -120,11 +120,7 @@ def test_concurrent_streams_are_limited_and_their_places_freed(tmp_path, store):
 def test_failed_request_frees_its_place(tmp_path, store, monkeypatch):
     add_admin(store)
     control = FakeControl(store, tmp_path)
-
-    def broken():
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(control, "cluster", broken)
+    monkeypatch.setattr(control, "cluster", Mock(side_effect=RuntimeError("a defect")))
     two = RequestLimits(0, requests_at_once=2, anonymous_per_second=0)
     with serving(control, two) as url, httpx.Client(base_url=url, timeout=20, headers=bearer(ADMIN)) as http:
         assert [http.get("/v1/cluster").status_code for _ in range(4)] == [500] * 4

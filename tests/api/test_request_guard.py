@@ -32,7 +32,7 @@ def code(method="POST", path="/v1/jobs/job_0/cancel", host="127.0.0.1:8400", sch
     given = {"host": host, **{name.replace("_", "-"): value for name, value in headers.items()}}
     ours = OwnAddresses.of(["localhost", "Trainer7"], PUBLIC, by_tls=scheme != "http")
     refused = refusal(method, path, given, ours, "http" if scheme == TERMINATED else scheme)
-    return None if refused is None else (refused.status, refused.code)
+    return None if refused is None else (refused.kind.status, refused.kind.code)
 
 
 @pytest.mark.parametrize(
@@ -65,61 +65,60 @@ def test_service_answers_to_its_configured_host_names_only(store):
 
 
 CROSS_SITE = (403, "cross_site")
-OURS = [
-    ("http", "127.0.0.1:8400", "http://127.0.0.1:8400"),
-    ("http", "localhost:8400", "http://localhost:8400"),
-    ("http", "trainer7", "http://TRAINER7"),
-    ("http", "trainer7:80", "http://trainer7"),
-    ("https", "trainer7", "https://trainer7:443"),
-    ("http", "[FE80::1]:8400", "http://[fe80::1]:8400"),
-    ("https", "127.0.0.1:8400", "https://manta.example.org"),
-    ("https", "manta.example.org:8400", "https://manta.example.org:8400"),
-    ("https", "trainer7:8400", "https://other.example.org:8443"),
-    ("http", "trainer7:8400", "http://manta.example.org"),
-    (TERMINATED, "localhost:8400", "https://localhost:8400"),
-    (TERMINATED, "manta.example.org", "https://manta.example.org"),
-    (TERMINATED, "127.0.0.1:9000", "http://127.0.0.1:9000"),
-    (TERMINATED, "localhost:9000", "http://localhost:9000"),
-    (TERMINATED, "[::1]:9000", "http://[::1]:9000"),
-]
+OURS = {
+    "http": [
+        ("127.0.0.1:8400", "http://127.0.0.1:8400"), ("localhost:8400", "http://localhost:8400"),
+        ("trainer7", "http://TRAINER7"), ("trainer7:80", "http://trainer7"),
+        ("[FE80::1]:8400", "http://[fe80::1]:8400"), ("trainer7:8400", "http://manta.example.org"),
+    ],
+    "https": [
+        ("trainer7", "https://trainer7:443"), ("127.0.0.1:8400", "https://manta.example.org"),
+        ("manta.example.org:8400", "https://manta.example.org:8400"),
+        ("trainer7:8400", "https://other.example.org:8443"),
+    ],
+    TERMINATED: [
+        ("localhost:8400", "https://localhost:8400"), ("manta.example.org", "https://manta.example.org"),
+        ("127.0.0.1:9000", "http://127.0.0.1:9000"), ("localhost:9000", "http://localhost:9000"),
+        ("[::1]:9000", "http://[::1]:9000"),
+    ],
+}  # fmt: skip
 """By scheme in browsers and Host: an origin of our own, behind a proxy, and past it by a forwarded port."""
-FOREIGN = [
-    ("http", "127.0.0.1:8400", "http://127.0.0.1:3000"),
-    ("http", "127.0.0.1:8400", "https://127.0.0.1:8400"),
-    ("http", "127.0.0.1:8400", "http://127.0.0.1"),
-    ("http", "127.0.0.1:8400", "http://localhost:8400"),
-    ("http", "localhost:8400", "http://127.0.0.1:8400"),
-    ("http", "trainer7:8400", "http://trainer7:99"),
-    ("http", "127.0.0.1:8400", "ftp://127.0.0.1:8400"),
-    ("http", "127.0.0.1:8400", "chrome-extension://127.0.0.1"),
-    ("http", "127.0.0.1:8400", "null"),
-    ("http", "127.0.0.1:8400", "http://["),
-    ("http", "127.0.0.1:8400", "http://127.0.0.1:8400/"),
-    ("http", "127.0.0.1:8400", "http://127.0.0.1:x"),
-    ("http", "127.0.0.1:8400", ""),
-    ("http", "manta.example.org", "https://evil.example"),
-    ("http", "trainer7:8400", "https://manta.example.org"),
-    ("https", "manta.example.org", "http://manta.example.org"),
-    ("https", "manta.example.org", "https://manta.example.org:8443"),
-    ("https", "other.example.org:8443", "https://other.example.org"),
-    ("https", "localhost:8400", "http://localhost:8400"),
-    (TERMINATED, "localhost", "http://localhost"),
-    (TERMINATED, "localhost:9000", "http://localhost:9001"),
-    (TERMINATED, "trainer7:8400", "http://trainer7:8400"),
-    (TERMINATED, "192.0.2.7:8400", "http://192.0.2.7:8400"),
-    (TERMINATED, "manta.example.org:8400", "http://manta.example.org:8400"),
-]
+FOREIGN = {
+    "http": [
+        ("127.0.0.1:8400", "http://127.0.0.1:3000"), ("127.0.0.1:8400", "https://127.0.0.1:8400"),
+        ("127.0.0.1:8400", "http://127.0.0.1"), ("127.0.0.1:8400", "http://localhost:8400"),
+        ("localhost:8400", "http://127.0.0.1:8400"), ("trainer7:8400", "http://trainer7:99"),
+        ("127.0.0.1:8400", "ftp://127.0.0.1:8400"), ("127.0.0.1:8400", "chrome-extension://127.0.0.1"),
+        ("127.0.0.1:8400", "null"), ("127.0.0.1:8400", "http://["), ("127.0.0.1:8400", "http://127.0.0.1:8400/"),
+        ("127.0.0.1:8400", "http://127.0.0.1:x"), ("127.0.0.1:8400", ""),
+        ("manta.example.org", "https://evil.example"), ("trainer7:8400", "https://manta.example.org"),
+    ],
+    "https": [
+        ("manta.example.org", "http://manta.example.org"),
+        ("manta.example.org", "https://manta.example.org:8443"),
+        ("other.example.org:8443", "https://other.example.org"), ("localhost:8400", "http://localhost:8400"),
+    ],
+    TERMINATED: [
+        ("localhost", "http://localhost"), ("localhost:9000", "http://localhost:9001"),
+        ("trainer7:8400", "http://trainer7:8400"), ("192.0.2.7:8400", "http://192.0.2.7:8400"),
+        ("manta.example.org:8400", "http://manta.example.org:8400"),
+    ],
+}  # fmt: skip
 """The same with origins of others: other ports, names and schemes of this machine, too."""
 
 
-@pytest.mark.parametrize(("scheme", "host", "origin"), OURS)
+def rows_of(by_scheme):
+    return [(scheme, *row) for scheme, rows in by_scheme.items() for row in rows]
+
+
+@pytest.mark.parametrize(("scheme", "host", "origin"), rows_of(OURS))
 def test_request_guard_lets_pages_of_the_service_change_state(scheme, host, origin):
     assert code(scheme=scheme, host=host, origin=origin) is None
     session = {"cookie": f"{cookie_name(host)}=secret"}
     assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **session) is None
 
 
-@pytest.mark.parametrize(("scheme", "host", "origin"), FOREIGN)
+@pytest.mark.parametrize(("scheme", "host", "origin"), rows_of(FOREIGN))
 def test_request_guard_lets_foreign_pages_change_nothing(scheme, host, origin):
     for sender in ({}, {"authorization": "Bearer key"}, SESSION):
         assert code(scheme=scheme, host=host, origin=origin, manta_rest="1", **sender) == CROSS_SITE
@@ -173,13 +172,15 @@ def test_request_guard_survives_any_header_values(host, origin, content_type):
 
 
 def test_request_guard_refusal_is_a_problem_document_and_stores_nothing(service, document):
-    response = service.http.post("/v1/jobs", json=document, headers={"Origin": "https://evil.example"})
-    assert (response.status_code, response.json()["code"]) == (403, "cross_site")
-    assert response.headers["content-type"] == "application/problem+json"
-    response = service.http.post("/v1/jobs", json=document, headers={"Host": "evil.example"})
-    assert (response.status_code, response.json()["code"]) == (403, "unknown_host")
-    response = service.http.post("/v1/jobs", content=httpx.Request("POST", "http://x", json=document).content)
-    assert (response.status_code, response.json()["code"]) == (415, "unsupported_media_type")
+    encoded = {"content": httpx.Request("POST", "http://x", json=document).content}
+    for body, headers, refused in (
+        ({"json": document}, {"Origin": "https://evil.example"}, (403, "cross_site")),
+        ({"json": document}, {"Host": "evil.example"}, (403, "unknown_host")),
+        (encoded, {}, (415, "unsupported_media_type")),
+    ):
+        response = service.http.post("/v1/jobs", headers=headers, **body)
+        assert (response.status_code, response.json()["code"]) == refused
+        assert response.headers["content-type"] == "application/problem+json"
     assert service.http.get("/v1/jobs").json()["items"] == []
 
 

@@ -12,6 +12,7 @@ import threading
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -39,7 +40,7 @@ from tests.api.ui.sample import SampleControl
 
 @pytest.fixture(autouse=True)
 def homes_with_keys(monkeypatch):
-    """Homes for which a service has made its key; what it makes is tested in tests/service/test_automatic_key.py."""
+    """Homes for which a service has made its key; what it makes is tested in tests/service/test_keys.py."""
     homes = []
     monkeypatch.setattr(server.installation_keys, "ensure_automatic", lambda store, home: homes.append(home))
     return homes
@@ -96,12 +97,9 @@ class FakeControl:
 
 
 def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
-    def disk_is_full(*arguments):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(server, "ControlPlane", FakeControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(server, "announce", disk_is_full)
+    monkeypatch.setattr(server, "announce", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     assert FakeControl.left == "jobs run on"
@@ -115,11 +113,8 @@ def test_start_that_times_out_ends_the_service_and_only_a_ray_it_started(tmp_pat
         sleeper.append(real(["sleep", "1000"]))
         return sleeper[0]
 
-    def never(*arguments):
-        raise service.NotStarted("the service is not ready")
-
     monkeypatch.setattr(service.subprocess, "Popen", sleep)
-    monkeypatch.setattr(service, "_wait_until_ready", never)
+    monkeypatch.setattr(service, "_wait_until_ready", Mock(side_effect=service.NotStarted("the service is not ready")))
     monkeypatch.setattr(service, "stop_service", stopped.append)
     monkeypatch.setattr(service.RayHead, "record", lambda head: "a record" if ray_ran else None)
     with pytest.raises(service.NotStarted):
@@ -151,10 +146,24 @@ class NotedControl:
         pass
 
 
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("garbage")])
-def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, monkeypatch, damage):
+@pytest.fixture
+def serve(tmp_path, monkeypatch):
+    """Starts a service whose control plane notes what it is made of, and which ends at once; returns what it has
+    announced meanwhile."""
+    announced = []
     monkeypatch.setattr(server, "ControlPlane", NotedControl)
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **options: announced.append(running_service(tmp_path)))
+
+    def serve(host="127.0.0.1", slots=None, ray=None, **settings):
+        server.serve(Settings(tmp_path, **settings), host, 0, slots, ray)
+        return announced[-1]
+
+    return serve
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("garbage")])
+def test_service_whose_announcement_is_lost_announces_itself_again(tmp_path, monkeypatch, serve, damage):
     monkeypatch.setattr(server, "RESTORE_SECONDS", 0.001)
     file, seen = Settings(tmp_path).service_file, []
 
@@ -214,19 +223,15 @@ def test_settings_reach_the_control_plane_and_the_api(tmp_path, monkeypatch, hou
     assert (tmp_path / "service.lock").stat().st_mode & 0o077 == 0, "what it makes is for its own user alone"
 
 
-def test_home_with_jobs_in_another_database_is_not_started_with_an_empty_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
-    server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
+def test_home_with_jobs_in_another_database_is_not_started_with_an_empty_one(tmp_path, monkeypatch, serve):
+    serve(database_url="postgresql://me:secret@there/manta")
     assert "secret" not in (tmp_path / "database").read_text()
     monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
-    with pytest.raises(
-        server.DatabaseMismatch, match=r"are in the database postgresql://me:\*\*\*@there/manta: name it"
-    ):
-        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    said = r"are in the database postgresql://me:\*\*\*@there/manta: name it"
+    with pytest.raises(server.DatabaseMismatch, match=said):
+        serve()
     (tmp_path / "database").unlink()
-    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+    serve()
 
 
 class StoringControl(NotedControl):
@@ -237,18 +242,6 @@ class StoringControl(NotedControl):
 
     def stop(self):
         self.store.close()
-
-
-def make_no_file(store, job):
-    pass
-
-
-def make_empty_file(store, job):
-    store.database.file.touch()
-
-
-def make_tables(store, job):
-    store.migrate()
 
 
 def add_job(store, job):
@@ -262,16 +255,14 @@ def delete_job(store, job):
 
 
 @pytest.mark.parametrize(("make", "record", "refused"), [
-    (make_no_file, True, True), (make_no_file, False, True), (make_empty_file, True, True), (make_tables, True, True),
+    (lambda store, job: None, True, True), (lambda store, job: None, False, True),
+    (lambda store, job: store.database.file.touch(), True, True), (lambda store, job: store.migrate(), True, True),
     (add_job, True, False), (delete_job, True, False),
-])  # fmt: skip
+], ids=["no file", "no file and no record", "empty file", "tables", "a job", "a deleted job"])  # fmt: skip
 def test_home_with_files_of_jobs_is_not_started_with_a_database_without_jobs(
-    tmp_path, monkeypatch, document, make, record, refused
+    tmp_path, monkeypatch, document, serve, make, record, refused
 ):
     monkeypatch.setattr(server, "ControlPlane", StoringControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
-    serve = lambda **more: server.serve(Settings(tmp_path, **more), "127.0.0.1", 0, None, None)  # noqa: E731
     store = Store(url_in(tmp_path, None))
     make(store, parse_job_spec(document))
     store.close()
@@ -297,21 +288,18 @@ def test_home_with_files_of_jobs_is_not_started_with_a_database_without_jobs(
     serve()
 
 
-def test_full_disk_at_start_keeps_the_homes_recorded_database(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "ControlPlane", NotedControl)
+def test_full_disk_at_start_keeps_the_homes_recorded_database(tmp_path, monkeypatch, serve):
     (tmp_path / "database.part").symlink_to("/dev/full")
-    with pytest.raises(
-        HomeUnusable, match=rf"the home {tmp_path} cannot be used \(.*: No space left on device\): see to"
-    ):
-        server.serve(Settings(tmp_path, database_url="postgresql://me:secret@there/manta"), "127.0.0.1", 0, None, None)
+    said = rf"the home {tmp_path} cannot be used \(.*: No space left on device\): see to"
+    with pytest.raises(HomeUnusable, match=said):
+        serve(database_url="postgresql://me:secret@there/manta")
     assert not (tmp_path / "database").exists()
     (tmp_path / "database.part").unlink()
     (tmp_path / "database").write_text("sqlite:///in/the/home")
     (tmp_path / "service.part").symlink_to("/dev/full")
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(NotedControl, "store", SimpleNamespace(location="sqlite:///in/the/home"))
     with pytest.raises(HomeUnusable, match="No space left"):
-        server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+        serve()
 
 
 @pytest.mark.parametrize("begin", [
@@ -333,11 +321,8 @@ def test_unusable_log_or_lock_file_in_the_home_is_reported(tmp_path):
         server.lock_home(tmp_path)
 
 
-def test_service_uses_an_existing_ray_cluster_when_its_address_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    monkeypatch.setattr(uvicorn.Server, "run", lambda *arguments, **options: None)
-    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, "there:6379")
+def test_service_uses_an_existing_ray_cluster_when_its_address_is_given(serve):
+    serve(ray="there:6379")
     assert isinstance(NotedControl.made.head, ExistingRay)
 
 
@@ -361,19 +346,13 @@ def test_address_in_use_is_reported_in_one_sentence():
             server._listen("127.0.0.1", port)
 
 
-def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatch, homes_with_keys):
-    monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
-    announced = []
-    monkeypatch.setattr(
-        uvicorn.Server, "run", lambda *arguments, **options: announced.append(running_service(tmp_path))
-    )
-    server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
+def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatch, serve, homes_with_keys):
+    serve()
     assert homes_with_keys == [tmp_path]
     monkeypatch.setattr(server, "_has_any_key", lambda settings: True)
-    server.serve(Settings(tmp_path, tls=Tls(terminated=True)), "0.0.0.0", 0, None, None)
+    announced = serve("0.0.0.0", tls=Tls(terminated=True))
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
-    assert announced[1]["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"
+    assert announced["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -407,15 +386,9 @@ def test_service_with_traces_but_no_exporter_package_does_not_start(tmp_path, mo
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.parametrize(
-    ("more", "enough"),
-    [
-        ({}, True),
-        ({"expires_at": 1.0}, False),
-        ({"scope": Scope.SUBMIT}, False),
-        ({"installation": False}, False),
-    ],
-)
+@pytest.mark.parametrize(("more", "enough"), [
+    ({}, True), ({"expires_at": 1.0}, False), ({"scope": Scope.SUBMIT}, False), ({"installation": False}, False),
+])  # fmt: skip
 def test_shared_service_needs_an_unlimited_admin_key(tmp_path, database_url, store, more, enough):
     given = {"scope": Scope.ADMIN, "installation": True, **more}
     store.write(lambda session: keys.create(session, "digest", "a", **given))
@@ -454,10 +427,8 @@ def test_client_addresses_from_a_proxy_are_used_only_if_it_is_trusted(tmp_path, 
     assert seen[0] == ("203.0.113.5" if proxies else "10.1.2.3")
 
 
-def test_idle_connections_outlive_the_clients_keepalive(tmp_path, monkeypatch):
+def test_idle_connections_outlive_the_clients_keepalive(tmp_path, monkeypatch, serve):
     kept = []
-    monkeypatch.setattr(server, "ControlPlane", NotedControl)
-    monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(uvicorn.Server, "run", lambda served, **options: kept.append(served.config.timeout_keep_alive))
     server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
     with Client("http://127.0.0.1:1") as client:

@@ -39,7 +39,7 @@ def test_state_wait_is_answered_when_the_state_changes(service):
     assert seconds < LONG / 2
 
 
-def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one():
+async def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one():
     states, looked = {"job": "STARTING"}, threading.Event()
 
     def states_of(job_ids):
@@ -47,16 +47,13 @@ def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one():
         looked.set()
         return seen
 
-    async def main():
-        wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))
-        await asyncio.to_thread(looked.wait)
-        await asyncio.sleep(2 * changes.POLL_SECONDS)
-        assert not wait.done()
-        states["job"] = "RUNNING"
-        async with asyncio.timeout(LONG / 2):
-            await wait
-
-    asyncio.run(main())
+    wait = asyncio.create_task(StateWaits(states_of).until_changed("job", None, LONG))
+    await asyncio.to_thread(looked.wait)
+    await asyncio.sleep(2 * changes.POLL_SECONDS)
+    assert not wait.done()
+    states["job"] = "RUNNING"
+    async with asyncio.timeout(LONG / 2):
+        await wait
 
 
 def test_state_wait_notices_a_change_before_the_request(service):
@@ -188,15 +185,12 @@ def test_state_wait_needs_one_look_if_the_state_differs_or_cannot_change(now, kn
     assert looks == [{"job"}]
 
 
-def test_state_waits_end_when_the_service_ends():
-    async def main():
-        waits = StateWaits(lambda job_ids: {"job": "RUNNING"})
-        wait = asyncio.create_task(waits.until_changed("job", None, LONG))
-        while not waits._waits:
-            await asyncio.sleep(0)
-        waits.close()
-        async with asyncio.timeout(LONG / 2):
-            await wait
-            await waits.until_changed("job", None, LONG)
-
-    asyncio.run(main())
+async def test_state_waits_end_when_the_service_ends():
+    waits = StateWaits(lambda job_ids: {"job": "RUNNING"})
+    wait = asyncio.create_task(waits.until_changed("job", None, LONG))
+    while not waits._waits:
+        await asyncio.sleep(0)
+    waits.close()
+    async with asyncio.timeout(LONG / 2):
+        await wait
+        await waits.until_changed("job", None, LONG)

@@ -31,16 +31,11 @@ def job(service):
     service.store.write(lambda s: generations.begin(s, made, "test", False))
     rows = [
         {
-            "rank": rank,
-            "tensor": 0,
-            "pipeline": rank,
-            "data": 0,
-            "generation": 1,
-            "state": "running",
+            "rank": rank, "tensor": 0, "pipeline": rank, "data": 0, "generation": 1, "state": "running",
             "node": f"n{rank}",
         }
         for rank in range(2)
-    ]
+    ]  # fmt: skip
     service.store.write(lambda s: ranks.replace(s, made, rows))
     return made
 

@@ -69,18 +69,9 @@ def test_checkpoint_is_shown_with_its_place_and_size():
 
 def test_recovery_is_shown_with_its_causes_and_its_phases():
     fields = {
-        "generation": 2,
-        "kind": "crash",
-        "rank": 3,
-        "node": "n",
-        "cause": "killed",
-        "forked": [4],
-        "kept": 5,
-        "source": "memory",
-        "resume_step": 6,
-        "steps_redone": 7,
-        "wait_seconds": 8.0,
-    }
+        "generation": 2, "kind": "crash", "rank": 3, "node": "n", "cause": "killed", "forked": [4], "kept": 5,
+        "source": "memory", "resume_step": 6, "steps_redone": 7, "wait_seconds": 8.0,
+    }  # fmt: skip
     times = {"failed_at": 100.0, "noticed_at": 101.0, "rested_at": 103.0, "launched_at": 106.0, "connected_at": 110.0}
     row = tables.Recovery(job_id="job_1", restored_at=115.0, first_step_at=121.0, **times, **fields)
     answer = shown(views.recovery_view(row))
@@ -163,9 +154,8 @@ def test_eta_of_a_training_job_is_that_of_its_remaining_steps(store, job):
 
 def test_layout_is_the_one_in_use_with_nothing_left_open(store, job):
     store.write(lambda session: setattr(jobs.get(session, job.id), "replicas", 3))
-    with store.read() as session:
-        row = jobs.get(session, job.id)
-        layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
+    row = store.query(jobs.get, job.id)
+    layout = layout_in_use(ParallelConfig.model_validate(row.spec["parallel"]), row)
     parallel = viewed(store, job.id).parallel
     assert (parallel["data"], parallel["world_size"]) == (3, 12)
     assert parallel["sequence_parallel"] is layout.sequence_parallel_on

@@ -24,14 +24,9 @@ def check_command(command: Sequence[str]) -> None:
 def _manta() -> Any:
     import typer
 
-    from manta.api.cli import access, nodes, service
-    from manta.api.cli.db import db
-    from manta.api.cli.main import app
+    from manta.api.cli.main import command_line
 
-    for module in (access, nodes, service):
-        module.register(app)
-    app.add_typer(db, name="db")
-    return typer.main.get_command(app)
+    return typer.main.get_command(command_line())
 
 
 def _parse(command: Any, words: list[str]) -> None:

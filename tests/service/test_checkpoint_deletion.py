@@ -15,7 +15,8 @@ from manta.service.removal.deletion import (
     delete_checkpoint_in_time,
 )
 from manta.service.states import JobState
-from manta.service.store import CheckpointNotFound, JobNotFound, checkpoints, events, exports, generations, jobs
+from manta.service.store import checkpoints, events, exports, generations, jobs
+from manta.service.store.errors import CheckpointNotFound, JobNotFound
 from manta.workers.checkpoint.catalog import MANIFEST, checkpoint_path
 from manta.workers.checkpoint.pruning import remove
 from manta.workers.paths import Paths
@@ -133,8 +134,7 @@ def test_checkpoint_that_cannot_be_removed_stays_listed(store, paths, job, monke
     monkeypatch.setattr(deletion, "remove", lambda place: False)
     with pytest.raises(CheckpointNotRemoved, match="delete it again"):
         delete_checkpoint(store, paths, job, id_of(job, 5))
-    with store.read() as session:
-        assert checkpoints.get(session, job, id_of(job, 5)).state == "complete"
+    assert store.query(checkpoints.get, job, id_of(job, 5)).state == "complete"
     assert deletions(store, job) == []
 
 

@@ -4,6 +4,7 @@ import asyncio
 import socket
 import threading
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import text
@@ -15,6 +16,7 @@ from manta.service.control import control_plane, housekeeping, owners, scheduler
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
+from manta.service.home import home_of_jobs
 from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.job.inbox import Cancel, Resize
 from manta.service.job.supervisor import Supervisor
@@ -29,7 +31,7 @@ from tests.service.support.control_planes import (
     behave,
     left_running,
     log,
-    start_training,
+    running,
     train_to_the_end,
     until,
 )
@@ -66,12 +68,8 @@ def test_database_is_not_migrated_while_jobs_run_that_cannot_be_taken_over(
     start, cluster, submit, store, tmp_path, understood
 ):
     job, agents = left_running(start, cluster, submit)
-
-    async def other_release():
-        raise ProtocolMismatch("the agent", 1)
-
     for agent in agents if not understood else ():
-        agent.describe = other_release
+        agent.describe = AsyncMock(side_effect=ProtocolMismatch("the agent", 1))
     store.migrate(FIRST_RELEASED)
     if understood:
         until(start(), job, "RUNNING")
@@ -139,10 +137,7 @@ def test_job_that_ends_during_a_database_outage_has_ended_afterwards(
     monkeypatch.setattr(owners, "CLAIM_SECONDS", 0.001)
     plane, looks, look = start(), [], Leases._look
     monkeypatch.setattr(Leases, "_look", lambda leases, session: (looks.append(1), look(leases, session))[1])
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     files = [tmp_path / each for each in ("manta.db", "manta.db-wal", "manta.db-shm")]
     (tmp_path / "away").mkdir()
     for file in files:
@@ -194,10 +189,7 @@ def test_job_that_is_being_placed_has_an_owner_soon_and_is_not_taken_for_lost(
 def test_queued_job_is_scheduled_as_soon_as_another_ends(start, cluster, submit, store, monkeypatch):
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 1000.0)
     plane = start()
-    behave(cluster, start_training)
-    first = submit(parallel={"tensor": 2, "data": 4})
-    plane.submitted(first.id)
-    until(plane, first, "RUNNING")
+    first = running(plane, cluster, submit, parallel={"tensor": 2, "data": 4})
     behave(cluster, train_to_the_end)
     second = submit()
     plane.submitted(second.id)
@@ -209,10 +201,7 @@ def test_queued_job_is_scheduled_as_soon_as_another_ends(start, cluster, submit,
 
 def test_control_plane_error_costs_a_job_nothing(start, cluster, submit, store, monkeypatch):
     plane = start()
-    behave(cluster, start_training)
-    job = submit()
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit, parallel={"tensor": 1})
     plane._call(reached(lambda: plane._owners.of(job.id)._supervisor._running))  # its first step may come before that
     trainers = list(cluster.agents.living.values())
     watch, errors = Supervisor._watch, iter([RuntimeError("nobody expected this")])
@@ -254,11 +243,7 @@ def test_control_plane_is_ready_as_long_as_ray_answers(start, cluster, tmp_path)
     problem_of_all, cluster.nodes.problem_of_all = cluster.nodes.problem_of_all, lambda: asyncio.sleep(0, "no nodes")
     assert plane.ready() == ["no nodes"]
     cluster.nodes.problem_of_all = problem_of_all
-
-    async def broken():
-        raise ClusterUnavailable(ConnectionResetError("gone"))
-
-    cluster.nodes.problem_of_all = broken
+    cluster.nodes.problem_of_all = AsyncMock(side_effect=ClusterUnavailable(ConnectionResetError("gone")))
     assert plane.ready() == ["Ray does not answer (ConnectionResetError)"]
 
 
@@ -436,12 +421,28 @@ def test_control_plane_is_not_ready_once_its_scheduler_has_stopped(start, cluste
 
 def test_control_plane_measurements_count_jobs_nodes_units_and_lag(start, cluster, submit, store):
     plane = start()
-    behave(cluster, start_training)
-    job = submit()
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    running(plane, cluster, submit)
     seen = plane.measurements()
     assert (seen.owned_jobs, seen.ray_answers, set(seen.lag_seconds)) == (1, True, {"jobs", "queue", "nodes"})
     assert {node.id for node in seen.nodes} == set(cluster.nodes.slots)
     total, free = seen.units["manta_slot"]
     assert free < total
+
+
+def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starting(tmp_path, monkeypatch, caplog):
+    answers, marked, shared = threading.Event(), [], tmp_path / "shared"
+
+    def mark(folder, installation):
+        assert folder != shared or answers.wait(60)
+        marked.append(folder)
+
+    def soon_given_up(seconds, name, work):
+        return answered_within(0.05 if work.args[0] == shared else 6 * seconds, name, work)
+
+    answered_within = home_of_jobs.answered_within
+    monkeypatch.setattr(home_of_jobs, "mark", mark)
+    monkeypatch.setattr(home_of_jobs, "answered_within", soon_given_up)
+    HomeOfJobs(tmp_path / "home", shared, None).mark("manta-1")
+    assert marked == [tmp_path / "home"]
+    assert f"{shared} cannot be marked as belonging to this service: no answer" in caplog.text
+    answers.set()

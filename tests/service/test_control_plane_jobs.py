@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.control.control_plane import ControlPlane
 from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
 from manta.service.job.inbox import Cancel, Pause, Resize, Trace
-from manta.service.store import JobNotFinal, JobNotFound, jobs, pauses_and_retries, trace_requests
+from manta.service.store import jobs, pauses_and_retries, trace_requests
+from manta.service.store.errors import JobNotFinal, JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import Fault, TraceOrder
 from manta.workers.protocol.requests import Arm
@@ -18,6 +21,7 @@ from tests.service.support.control_planes import (
     behave,
     hold,
     log,
+    running,
     start_training,
     train_to_the_end,
     until,
@@ -26,12 +30,14 @@ from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.waiting import reached
 
 
+def start_and_save(agent):
+    start_training(agent)
+    agent.on_save = FakeAgent.save_and_exit
+
+
 def test_running_job_is_cancelled(start, cluster, submit, store):
     plane = start()
-    behave(cluster, start_training)
-    job = submit()
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     store.write(lambda s: jobs.request_cancel(s, job.id))
     plane.tell(job.id, Cancel())
     until(plane, job, "CANCELLED")
@@ -39,15 +45,8 @@ def test_running_job_is_cancelled(start, cluster, submit, store):
 
 
 def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resumed(start, cluster, submit, store):
-    def start_and_save(agent):
-        start_training(agent)
-        agent.on_save = FakeAgent.save_and_exit
-
     first = start()
-    behave(cluster, start_and_save)
-    job = submit(parallel={"tensor": 2})
-    first.submitted(job.id)
-    until(first, job, "RUNNING")
+    job = running(first, cluster, submit, start_and_save)
     store.write(lambda s: pauses_and_retries.request_pause(s, job.id))
     first.tell(job.id, Pause())
     until(first, job, "PAUSED")
@@ -64,15 +63,8 @@ def test_running_job_is_paused_stays_so_with_the_next_control_plane_and_is_resum
 
 
 def test_job_placed_before_its_former_owner_ended_keeps_its_new_owner(start, cluster, submit, store, monkeypatch):
-    def start_and_save(agent):
-        start_training(agent)
-        agent.on_save = FakeAgent.save_and_exit
-
-    plane = start()
-    behave(cluster, start_and_save)
-    job, may_leave = submit(parallel={"tensor": 2}), asyncio.Event()
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    plane, may_leave = start(), asyncio.Event()
+    job = running(plane, cluster, submit, start_and_save)
     release = plane._leases.release
 
     async def release_late(name):
@@ -100,10 +92,7 @@ def test_job_placed_before_its_former_owner_ended_keeps_its_new_owner(start, clu
 
 def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"data": 2}, elastic={"min_data": 1})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit, parallel={"data": 2}, elastic={"min_data": 1})
     behave(cluster, train_to_the_end)
     for agent in cluster.agents.living.values():
         agent.on_launch = train_to_the_end
@@ -115,10 +104,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
 @pytest.mark.parametrize("asked_here", [True, False])
 def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, submit, store, asked_here):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
     if asked_here:
         plane.tell(job.id, Trace())
@@ -129,10 +115,7 @@ def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, 
 
 def test_jobs_are_told_of_a_drained_or_lost_node(start, cluster, submit, store):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     plane.drain("node_a", 60.0)
     plane._call(reached(lambda: "node_draining" in log(store, job)))
     plane._call(reached(lambda: {agent.node for agent in cluster.agents.living.values()} == {"node_b"}))
@@ -150,10 +133,7 @@ def test_jobs_are_told_of_a_drained_or_lost_node(start, cluster, submit, store):
 def test_repeated_drain_heartbeats_of_a_node_are_handled_once(start, cluster, submit, store):
     """It does so with every heartbeat."""
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
 
     async def beat():
         for _ in range(3):
@@ -177,10 +157,8 @@ def test_failed_job_keeps_its_snapshots_for_the_configured_time(start, cluster, 
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
     failed = until(plane, job, "FAILED")
-    if seconds:
-        assert failed.memory_kept_until == pytest.approx(failed.finished_at + seconds, abs=60)
-    else:
-        assert failed.memory_kept_until is None
+    kept_until = pytest.approx(failed.finished_at + seconds, abs=60) if seconds else None
+    assert failed.memory_kept_until == kept_until
 
 
 FAULT = Fault("f1", "kill", 0, 5)
@@ -218,10 +196,7 @@ def test_fault_for_a_finished_job_is_refused_before_its_owner_has_left(start, cl
 
 def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
     plane = start(allow_faults=True)
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     plane.tell(job.id, Arm(FAULT))
     assert [len(agent.faults) for agent in cluster.agents.living.values()] == [1, 0]
     next(iter(cluster.agents.living.values())).refuse("tell fault", "no")
@@ -232,10 +207,7 @@ def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
 
 def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    running(plane, cluster, submit)
     view = plane.cluster()
     assert view["totals"] == {"total": 8, "free": 6, "slots_total": 8, "slots_free": 6}
     assert [(node["id"], node["free"], len(node["ranks"])) for node in view["nodes"]] == [
@@ -255,18 +227,10 @@ def test_data_check_happens_on_the_nodes_if_jobs_run_elsewhere(start, cluster, m
     assert control.problem_of_data(spec) == "/on/the/nodes/only is empty"
 
 
-def test_drained_node_is_told_once(start, cluster):
-    plane = start()
-    assert plane.drain("node_a", 60.0)["draining"]
+def test_node_that_the_user_drains_is_told_once(start, cluster):
+    assert start().drain("node_a", 60.0)["draining"]
     assert cluster.daemons._daemon("node_a").drains == [60.0]
     assert cluster.nodes.draining == {"node_a"}
-    with pytest.raises(NodeNotFound, match="2 nodes"):
-        plane.drain("node", 60.0)
-    with pytest.raises(NodeNotFound, match="no node x"):
-        plane.drain("x", 60.0)
-    cluster.daemons.silent.add("node_b")
-    with pytest.raises(NodeUnreachable):
-        plane.drain("node_b", 60.0)
 
 
 def test_drain_is_undone_unless_the_machine_goes_away(start, cluster):
@@ -274,17 +238,23 @@ def test_drain_is_undone_unless_the_machine_goes_away(start, cluster):
     plane.drain("node_a", 60.0)
     assert plane.undrain("node_a")["draining"] is False
     assert daemon.drains == []
-    assert cluster.nodes.draining == {"node_a"}, (
-        "until a heartbeat says so, since one that is on its way says otherwise"
-    )
+    assert cluster.nodes.draining == {"node_a"}, "until a heartbeat says so: one that is on its way says otherwise"
     daemon.notice = "it is sold"
     with pytest.raises(NodeLeaving, match=r"node node_a is being drained by its machine \(it is sold\)"):
         plane.undrain("node_a")
-    with pytest.raises(NodeNotFound, match="2 nodes"):
-        plane.undrain("node")
+
+
+@pytest.mark.parametrize("request_", [lambda plane, node: plane.drain(node, 60.0), ControlPlane.undrain])
+def test_drain_of_an_ambiguous_unknown_or_silent_node_is_refused(start, cluster, request_):
+    plane = start()
     cluster.daemons.silent.add("node_b")
-    with pytest.raises(NodeUnreachable):
-        plane.undrain("node_b")
+    for node, error, why in (
+        ("node", NodeNotFound, "2 nodes"),
+        ("x", NodeNotFound, "no node x"),
+        ("node_b", NodeUnreachable, "node_b"),
+    ):
+        with pytest.raises(error, match=why):
+            request_(plane, node)
 
 
 def test_deletion_of_a_job_clears_its_cached_log(start, submit, store, monkeypatch):
@@ -298,10 +268,7 @@ def test_deletion_of_a_job_clears_its_cached_log(start, submit, store, monkeypat
 
 def test_deleted_job_leaves_nothing_on_the_nodes_that_answer(start, cluster, submit, store, tmp_path):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     with pytest.raises(JobNotFinal):
         plane.delete(job.id)
 
@@ -324,12 +291,8 @@ def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submi
     job = submit()
     store.write(lambda s: jobs.request_cancel(s, job.id))
     plane = start()
-
-    async def away(*arguments):
-        raise ClusterUnavailable(TimeoutError("no answer"))
-
     with monkeypatch.context() as patch:
-        patch.setattr(cluster, "end_job", away)
+        patch.setattr(cluster, "end_job", AsyncMock(side_effect=ClusterUnavailable(TimeoutError("no answer"))))
         with pytest.raises(ClusterUnavailable):
             plane.delete(job.id)
     assert plane._job(job.id).deletion_began_at is not None
@@ -338,10 +301,7 @@ def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submi
 
 def test_repeated_drain_notice_only_updates_the_deadline(start, cluster, submit, store):
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2, "data": 4})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit, parallel={"tensor": 2, "data": 4})
 
     async def say(*notice):
         plane._node_draining("node_a", *notice)

@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -10,7 +11,8 @@ from manta.service.file_work import FileWork, StillRunning
 from manta.service.removal import deletion
 from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, events, jobs, leases
+from manta.service.store import events, jobs, leases
+from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Metric
 from manta.workers.node.folders import mark
 from manta.workers.paths import Paths
@@ -46,8 +48,7 @@ def test_job_deletion_removes_files_and_rows_after_the_cluster_released_it(store
     seen = []
 
     def release_job():
-        with store.read() as session:
-            seen.append((jobs.get(session, job).deletion_began_at is not None, paths.job_folder(job).exists()))
+        seen.append((store.query(jobs.get, job).deletion_began_at is not None, paths.job_folder(job).exists()))
 
     deleted = delete_job(store, paths, job, release_job, FileWork())
     assert seen == [(True, True)], "marked, and nothing removed yet"
@@ -122,8 +123,7 @@ def test_deletion_interrupted_at_any_moment_can_be_repeated(store, paths, job, m
             patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
         with pytest.raises(Killed):
             delete_job(store, paths, job, killed if moment == "release_job" else lambda: None, FileWork())
-    with store.read() as session:
-        assert jobs.get(session, job).deletion_began_at is not None, "it says so"
+    assert store.query(jobs.get, job).deletion_began_at is not None, "it says so"
     delete_job(store, paths, job, lambda: None, FileWork())
     assert not paths.job_folder(job).exists()
 
@@ -152,10 +152,7 @@ def test_deletion_of_a_job_without_checkpoints_or_logs_removes_its_folder(paths,
     ],
 )
 def test_deletion_that_fails_says_what_is_in_the_way(store, paths, job, monkeypatch, error, why):
-    def fail(folder):
-        raise error
-
-    monkeypatch.setattr(deletion.shutil, "rmtree", fail)
+    monkeypatch.setattr(deletion.shutil, "rmtree", Mock(side_effect=error))
     with pytest.raises(FilesNotRemoved) as caught:
         delete_job(store, paths, job, lambda: None, FileWork())
     assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))
@@ -193,8 +190,7 @@ def test_job_deletion_in_several_transactions_counts_all_rows(store, paths, job,
 def test_deleted_job_has_no_lease(store, paths, job):
     store.write(lambda session: leases.claim(session, job, "me"))
     delete_job(store, paths, job, lambda: None, FileWork())
-    with store.read() as session:
-        assert leases.owned(session, "me") == set()
+    assert store.query(leases.owned, "me") == set()
 
 
 @pytest.mark.parametrize("place", ["shared", "logs"])

@@ -9,6 +9,7 @@ import contextlib
 import random
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -24,7 +25,8 @@ from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RENEW_SECONDS
 from manta.service.leases.held import Leases
 from manta.service.states import TIME_LIMITS, JobState, is_final
-from manta.service.store import IllegalTransition, Store, events, jobs, leases, pauses_and_retries
+from manta.service.store import Store, events, jobs, leases, pauses_and_retries
+from manta.service.store.errors import IllegalTransition
 from manta.service.tasks import Lag
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.simulated_training import SimulatedTraining
@@ -214,11 +216,7 @@ class Trouble:
     async def ray_does_not_answer(self):
         self.cluster.nodes.error = ClusterUnavailable(TimeoutError("no answer"))
         refusal = self.draw.choice([ClusterUnavailable(TimeoutError("no answer")), NotPlaced("there is no room")])
-
-        def refuse():
-            raise refusal
-
-        self.cluster.groups.refuse = refuse
+        self.cluster.groups.refuse = Mock(side_effect=refusal)
         await asyncio.sleep(self.draw.uniform(0.0, 20.0))
         self.cluster.groups.refuse = lambda: None
 

@@ -15,7 +15,8 @@ from sqlalchemy.exc import OperationalError
 from manta.service import exports as module
 from manta.service.exports import MAX_EXPORTS, ExportNotPossible, Exports, InvalidTarget
 from manta.service.file_work import FileWork
-from manta.service.store import CheckpointNotFound, checkpoints, events, exports, generations
+from manta.service.store import checkpoints, events, exports, generations
+from manta.service.store.errors import CheckpointNotFound
 from tests.service.support.waiting import reached
 
 WRITES = """
@@ -107,8 +108,7 @@ def ended(monkeypatch):
         with changed:
             assert changed.wait_for(lambda: row.id in over, 60)
         store.write(lambda session: None)  # behind the write that notes the end
-        with store.read() as session:
-            return exports.get(session, job, row.id)
+        return store.query(exports.get, job, row.id)
 
     return wait
 
@@ -124,8 +124,7 @@ def test_export_writes_weights_and_reports_its_progress(store, job, root, writte
     over = ended(store, job, row)
     assert (over.state, over.done_bytes, over.total_bytes, over.message) == ("done", 100, 100, None)
     assert (root / "mine").is_dir()
-    with store.read() as session:
-        assert events.page(session, job, limit=100).items[-1].type == "exported"
+    assert store.query(events.page, job, limit=100).items[-1].type == "exported"
 
 
 def test_export_failure_has_the_message_of_the_exporter(store, job, root, written_by, ended):
@@ -145,15 +144,11 @@ def test_export_of_a_missing_checkpoint_fails_with_its_path(store, job, root, en
 
 
 def test_export_that_cannot_start_is_recorded_as_failed(store, job, root, monkeypatch):
-    def refuse(*_arguments):
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(module, "_started", refuse)
+    monkeypatch.setattr(module, "_started", Mock(side_effect=BlockingIOError(11, "Resource temporarily unavailable")))
     with pytest.raises(ExportNotPossible, match=r"cannot be started .*temporarily unavailable.*: try again"):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
-    with store.read() as session:
-        (row,) = exports.of_job(session, job)
-        assert (row.state, exports.any_runs(session, job, row.updated_at)) == ("failed", False)
+    (row,) = store.query(exports.of_job, job)
+    assert (row.state, store.query(exports.any_runs, job, row.updated_at)) == ("failed", False)
 
 
 def test_exports_are_limited_in_number_and_end_with_the_service(store, job, root, written_by, ended):
@@ -198,8 +193,7 @@ def test_export_refuses_targets_outside_its_folder_and_existing_ones(store, job,
     (root / "there").mkdir()
     with pytest.raises(InvalidTarget):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), to, "hf", None)
-    with store.read() as session:
-        assert exports.of_job(session, job) == []
+    assert store.query(exports.of_job, job) == []
 
 
 def test_export_folder_may_be_a_link(store, job, root, tmp_path, written_by, ended):
@@ -253,16 +247,14 @@ def test_running_export_needs_its_checkpoint_only_until_it_ends_or_falls_silent(
     export = store.write(lambda session: exports.begin(session, job, "ckpt_a", "/out", "hf", None)).id
 
     def runs(checkpoint=None, later=0.0):
-        with store.read() as session:
-            return exports.any_runs(session, job, time.time() + later, checkpoint)
+        return store.query(exports.any_runs, job, time.time() + later, checkpoint)
 
     assert (runs(), runs("ckpt_a"), runs("ckpt_b"), runs(later=exports.ABANDONED_SECONDS)) == (True, True, False, False)
     store.write(lambda session: exports.note(session, export, 7, 9))
     store.write(lambda session: exports.end(session, export, "the disk is full"))
     store.write(lambda session: exports.note(session, export, 9, 9))  # what was read of it late
-    with store.read() as session:
-        row = exports.get(session, job, export)
-        assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
+    row = store.query(exports.get, job, export)
+    assert (row.state, row.done_bytes, row.total_bytes, runs()) == ("failed", 7, 9, False)
 
 
 def test_export_that_stands_still_is_given_up_and_leaves_its_place(store, job, root, written_by, ended, monkeypatch):
@@ -334,8 +326,7 @@ def test_end_of_the_service_waits_until_exports_have_cleaned_up(store, job, root
     asyncio.run(reached(lambda: next(iter(writer._runs.values())).output == ["ready"]))
     writer.close()
     assert started[0].poll() is not None
-    with store.read() as session:
-        over = exports.get(session, job, row.id)
+    over = store.query(exports.get, job, row.id)
     assert (over.state, over.message) == ("failed", "the service ended meanwhile: export it again")
 
 
@@ -348,5 +339,4 @@ def test_export_to_a_hanging_file_system_is_refused(store, job, root, monkeypatc
     ):
         Exports(store, (root,), FileWork()).begin(job, id_of(job, 5), "mine", "hf", None)
     answers.set()
-    with store.read() as session:
-        assert exports.of_job(session, job) == []
+    assert store.query(exports.of_job, job) == []

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import text, update
@@ -150,8 +151,7 @@ def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, 
     plane = start(retention_days=30)
 
     def known():
-        with store.read() as session:
-            return set(jobs.states(session, [old.id, young.id]))
+        return set(store.query(jobs.states, [old.id, young.id]))
 
     plane._call(reached(lambda: known() == {young.id}))
     assert let_go_of == [(old.id, old.id)]
@@ -224,7 +224,7 @@ def test_snapshots_that_expired_during_a_ray_outage_are_removed_afterwards(start
     plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
 
 
-def test_expired_snapshots_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
+async def test_expired_snapshots_are_looked_for_again_after_a_failure(kept, submit, store, cluster, monkeypatch):
     monkeypatch.setattr(housekeeping, "MEMORY_SECONDS", 0.001)
     keeping = kept(True, True)
     looked, failures = asyncio.Event(), [RuntimeError("the database is away")] * 2
@@ -236,13 +236,9 @@ def test_expired_snapshots_are_looked_for_again_after_a_failure(kept, submit, st
         return []
 
     monkeypatch.setattr(keeping._store, "read_async", look)
-
-    async def body():
-        task = asyncio.create_task(keeping._remove_expired_snapshots())
-        await asyncio.wait_for(looked.wait(), 20)
-        task.cancel()
-
-    asyncio.run(body())
+    task = asyncio.create_task(keeping._remove_expired_snapshots())
+    await asyncio.wait_for(looked.wait(), 20)
+    task.cancel()
 
 
 def test_leftovers_are_released_once_ray_answers(kept, monkeypatch):
@@ -293,7 +289,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     assert plane._job(stuck.id).generation == 1
 
 
-def test_housekeeping_restarts_after_a_failure(kept, monkeypatch):
+async def test_housekeeping_restarts_after_a_failure(kept, monkeypatch):
     monkeypatch.setattr(housekeeping, "CLAIM_SECONDS", 0.001)
     keeping, tries, again = kept(True, True), [], asyncio.Event()
 
@@ -310,17 +306,14 @@ def test_housekeeping_restarts_after_a_failure(kept, monkeypatch):
         again.set()
         await asyncio.Event().wait()
 
-    async def body():
-        running = asyncio.create_task(keeping.run("care"))
-        await asyncio.wait_for(again.wait(), 20)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        assert len(asyncio.all_tasks()) == 1, "what was done is ended too"
-
     monkeypatch.setattr(keeping._leases, "claim", claim, raising=False)
     monkeypatch.setattr(keeping._leases, "drop", lambda lease: None, raising=False)
     monkeypatch.setattr(keeping, "_keep", keep)
-    asyncio.run(body())
+    running = asyncio.create_task(keeping.run("care"))
+    await asyncio.wait_for(again.wait(), 20)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert len(asyncio.all_tasks()) == 1, "what was done is ended too"
     assert tries == [HOUSEKEEPING] * 3
 
 
@@ -387,40 +380,29 @@ def test_housekeeping_sweeps_all_nodes_after_a_takeover(kept, cluster, alone, un
 
 
 def test_sweep_of_nodes_is_postponed_if_they_cannot_be_listed(kept, cluster, monkeypatch):
-    async def unknown():
-        raise ClusterUnavailable(TimeoutError("no answer"))
-
-    monkeypatch.setattr(cluster.nodes, "living", unknown)
+    monkeypatch.setattr(cluster.nodes, "living", AsyncMock(side_effect=ClusterUnavailable(TimeoutError("no answer"))))
     asyncio.run(kept(False, True)._have_nodes_swept())
     assert cluster.nodes.unswept == set()
 
 
 @pytest.mark.parametrize(("done_here", "stopped"), [(True, False), (False, True)])
-def test_housekeeping_stops_when_another_control_plane_has_it(kept, done_here, stopped):
-    async def body():
-        keeping = kept(False, done_here)
-        keeping.stop_if_lost()  # nothing is done yet
-        work = keeping._work = asyncio.create_task(asyncio.Event().wait())
-        keeping.stop_if_lost()
-        await asyncio.wait({work}, timeout=0.01)
-        assert work.cancelled() == stopped
-        work.cancel()
-
-    asyncio.run(body())
+async def test_housekeeping_stops_when_another_control_plane_has_it(kept, done_here, stopped):
+    keeping = kept(False, done_here)
+    keeping.stop_if_lost()  # nothing is done yet
+    work = keeping._work = asyncio.create_task(asyncio.Event().wait())
+    keeping.stop_if_lost()
+    await asyncio.wait({work}, timeout=0.01)
+    assert work.cancelled() == stopped
+    work.cancel()
 
 
 @pytest.mark.parametrize(
     ("state", "saved", "needed"),
     [
-        ("PAUSED", 5, False),
-        ("PAUSED", 3, True),
-        ("QUEUED", 5, False),
-        ("QUEUED", None, True),
-        ("RUNNING", None, False),
-        ("RECOVERING", None, True),
-        ("SUCCEEDED", None, False),
+        ("PAUSED", 5, False), ("PAUSED", 3, True), ("QUEUED", 5, False), ("QUEUED", None, True),
+        ("RUNNING", None, False), ("RECOVERING", None, True), ("SUCCEEDED", None, False),
     ],
-)
+)  # fmt: skip
 def test_memory_of_a_node_without_ranks_is_needed_while_nothing_else_has_the_state(store, submit, state, saved, needed):
     job = submit()
 
@@ -431,6 +413,5 @@ def test_memory_of_a_node_without_ranks_is_needed_while_nothing_else_has_the_sta
             checkpoints.complete(session, checkpoints.begin(session, job.id, 1, saved, "/c").id, 1)
 
     store.write(write)
-    with store.read() as session:
-        assert housekeeping._needing_memory(session, [job.id]) == ({job.id} if needed else set())
-        assert housekeeping._needing_memory(session, ["unknown"]) == {"unknown"}
+    assert store.query(housekeeping._needing_memory, [job.id]) == ({job.id} if needed else set())
+    assert store.query(housekeeping._needing_memory, ["unknown"]) == {"unknown"}

@@ -48,12 +48,10 @@ class Jobs:
         return self.plan_of(job)
 
     def plan_of(self, job_id):
-        with self.store.read() as session:
-            return plans.newest(session, job_id).plan["planned"]
+        return self.store.query(plans.newest, job_id).plan["planned"]
 
     def seen(self):
-        with self.store.read() as session:
-            return JobMeasurements.read(session, self.folder)
+        return self.store.query(JobMeasurements.read, self.folder)
 
     @property
     def folder(self):

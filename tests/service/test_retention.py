@@ -20,7 +20,8 @@ from manta.service.removal.retention import (
     modified_since,
 )
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, audit, deletion, events, exports, jobs, pauses_and_retries
+from manta.service.store import audit, deletion, events, exports, jobs, pauses_and_retries
+from manta.service.store.errors import JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.storage.files import LocalFiles
 
@@ -99,9 +100,8 @@ def test_expired_job_is_deleted_after_an_hour_of_consistent_looks(store, paths, 
     assert not paths.job_folder(old).exists()
     assert is_there(store, young)
     assert paths.job_folder(young).exists()
-    with store.read() as session:
-        (entry,) = audit.page(session, None).items
-        assert deletion.deleted_ones(session, [old, young]) == {old}
+    (entry,) = store.query(audit.page, None).items
+    assert store.query(deletion.deleted_ones, [old, young]) == {old}
     assert (entry.operation, entry.target, entry.key_name, entry.status) == (
         "delete_expired_job", old, "the service", 200,
     )  # fmt: skip
@@ -141,9 +141,8 @@ def test_expired_job_that_was_retried_meanwhile_is_kept(store, check, ended, mon
 
     monkeypatch.setattr(deletion, "expired", then_retried)
     assert check(CONFIRMED_SECONDS) == []
-    with store.read() as session:
-        assert jobs.get(session, job).deletion_began_at is None
-        assert audit.page(session, None).items == []
+    assert store.query(jobs.get, job).deletion_began_at is None
+    assert store.query(audit.page, None).items == []
 
 
 def test_expired_job_with_files_newer_than_its_row_is_kept(store, paths, check, ended):
@@ -185,8 +184,7 @@ def test_expired_job_that_the_cluster_still_holds_is_retried_in_an_hour(store, c
     assert not is_there(store, second), "the others do not wait for it"
     assert check() == []
     assert check(CONFIRMED_SECONDS) == [first]
-    with store.read() as session:
-        assert len(audit.page(session, None).items) == 2, "begun once for each"
+    assert len(store.query(audit.page, None).items) == 2, "begun once for each"
 
 
 def test_expired_jobs_are_deleted_oldest_first_and_a_limited_number_at_once(store, check, ended, monkeypatch):
@@ -199,10 +197,9 @@ def test_expired_jobs_are_deleted_oldest_first_and_a_limited_number_at_once(stor
 
 def test_expired_jobs_are_finished_ones_only(store, submit, ended):
     job, waiting = ended(), submit().id
-    with store.read() as session:
-        assert deletion.expired(session, time.time()) == {job: True}
-        assert deletion.expired(session, OLD) == {}
-        assert jobs.get(session, waiting).finished_at is None
+    assert store.query(deletion.expired, time.time()) == {job: True}
+    assert store.query(deletion.expired, OLD) == {}
+    assert store.query(jobs.get, waiting).finished_at is None
 
 
 def test_retention_continues_after_a_failed_look(paths, store, monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 from manta.service.cluster.agent_client import AgentTimeout
 from manta.service.control.running_ranks import NoRanks, RankNotFound, RankTimeout, RunningRanks
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, generations, jobs, ranks
+from manta.service.store import generations, jobs, ranks
+from manta.service.store.errors import JobNotFound
 from manta.workers.protocol.reports import Position, TrainerStatus
 from manta.workers.protocol.requests import SaveAndEnd
 
@@ -77,24 +78,17 @@ def running(store, agents):
     return RunningRanks(store, Cluster(agents))
 
 
-def test_concurrent_questions_about_running_ranks_share_one_look(running, agents, job):
-    async def several():
-        return await asyncio.gather(*(running.waits(job) for _ in range(5)))
-
-    first, *others = asyncio.run(several())
+async def test_concurrent_questions_about_running_ranks_share_one_look(running, agents, job):
+    first, *others = await asyncio.gather(*(running.waits(job) for _ in range(5)))
     assert all(seen is first for seen in others)
     assert (first.waits.culprits, first.waits.ranks[1].waits_for) == ((0,), (0,))
     assert [agent.asked for agent in agents.values()] == [1, 1]
 
 
-def test_stale_look_at_running_ranks_is_repeated(running, agents, job, monkeypatch):
+async def test_stale_look_at_running_ranks_is_repeated(running, agents, job, monkeypatch):
     monkeypatch.setattr("manta.service.control.running_ranks.FRESH_SECONDS", 0.0)
-
-    async def twice():
-        await running.waits(job)
-        await running.waits(job)
-
-    asyncio.run(twice())
+    await running.waits(job)
+    await running.waits(job)
     assert agents["a0"].asked == 2
 
 

@@ -1,11 +1,14 @@
-"""Settings come from the environment, and only from there."""
+"""Settings of a service, packages that models may come from, and counts of bytes in sentences."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from manta.service.control.options import ModelPackages
 from manta.service.settings import InvalidSetting, RequestLimits, Settings, Tls, without_secrets
+from manta.service.words import byte_count
+from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import ObjectPath
 
 
@@ -201,3 +204,39 @@ def test_nodes_that_can_be_added_are_declared_by_the_operator():
         InvalidSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"
     ):
         Settings.from_environment({"MANTA_NODE_SHAPES": "four"})
+
+
+def job(**model):
+    shape = {"layers": 1, "hidden_size": 8, "heads": 1, "sequence_length": 8}
+    return parse_job_spec({"model": {**shape, **model}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
+
+
+def custom(entrypoint):
+    return job(family="custom", entrypoint=entrypoint)
+
+
+@pytest.mark.parametrize("entrypoint", ["ours:build", "ours.deep.er:build", "team.public:f", "team.public.x:f"])
+def test_model_of_a_listed_package_or_below_is_allowed(entrypoint):
+    assert ModelPackages(("ours", "team.public")).problems(custom(entrypoint)) == []
+
+
+@pytest.mark.parametrize("entrypoint", ["os:system", "ours2:build", "team:f", "team.publicity:f", "our:build"])
+def test_model_of_a_package_that_is_not_listed_is_refused_by_name(entrypoint):
+    (problem,) = ModelPackages(("ours", "team.public")).problems(custom(entrypoint))
+    assert problem.path == "model.entrypoint"
+    expected = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: ours, team.public)"
+    assert problem.rule == expected
+
+
+def test_custom_models_are_refused_without_a_list_of_packages():
+    assert ModelPackages().problems(job()) == []
+    (problem,) = ModelPackages().problems(custom("ours:build"))
+    assert "MANTA_MODEL_PACKAGES: none is set" in problem.rule
+
+
+@pytest.mark.parametrize(("count", "text"), [
+    (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (5 * 2**40, "5.0 TiB"),
+    (5000 * 2**40, "5000.0 TiB"),
+])  # fmt: skip
+def test_byte_counts_are_written_in_the_largest_full_unit(count, text):
+    assert byte_count(count) == text

@@ -20,7 +20,7 @@ from manta.service.states import (
     can,
     is_final,
 )
-from manta.service.store import IllegalTransition
+from manta.service.store.errors import IllegalTransition
 
 states = st.sampled_from(JobState)
 
@@ -40,13 +40,9 @@ EDGES = {
     "RUNNING": "RECOVERING RESIZING PAUSING CANCELLING SUCCEEDED FAILED",
     "RECOVERING": "RUNNING RESIZING QUEUED PAUSING CANCELLING FAILED SUCCEEDED",
     "RESIZING": "RUNNING RECOVERING QUEUED PAUSING CANCELLING FAILED SUCCEEDED",
-    "PAUSING": "PAUSED CANCELLING FAILED SUCCEEDED",
-    "PAUSED": "QUEUED CANCELLED",
-    "CANCELLING": "CANCELLED",
-    "SUCCEEDED": "",
-    "FAILED": "QUEUED",
-    "CANCELLED": "",
-}
+    "PAUSING": "PAUSED CANCELLING FAILED SUCCEEDED", "PAUSED": "QUEUED CANCELLED", "CANCELLING": "CANCELLED",
+    "SUCCEEDED": "", "FAILED": "QUEUED", "CANCELLED": "",
+}  # fmt: skip
 """Every edge, written out a second time: one that is added or removed by mistake is seen here."""
 
 

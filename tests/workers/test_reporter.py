@@ -1,14 +1,36 @@
-"""What a rank has to say arrives in order, in batches, and all of it before the rank ends."""
+"""What a rank reports: rows of steps, events, files of metrics."""
 
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+import torch
+from engine_specs import layout_of, spec
 
+from manta.workers.accounting.flops import step_flops
+from manta.workers.comm.comm import Comm
+from manta.workers.comm.grid import RankGrid
+from manta.workers.data.batch_plan import BatchPlan
+from manta.workers.errors import MantaError
+from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.rank_samples import RankSample, packed
-from manta.workers.protocol.reports import Event, Finished, Metrics
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.protocol.reports import Event, Finished, Message, Metrics
+from manta.workers.standalone import MetricsFile
+from manta.workers.timing.step_phases import StepPhases
+from manta.workers.training import metric_names
 from manta.workers.training import reporter as module
-from manta.workers.training.reporter import Reporter
+from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
+from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 
 
 class Listener:
@@ -158,3 +180,153 @@ def test_reporter_attaches_rank_samples_to_the_next_row_only():
     reporter.metrics({"step": 2})
     reporter.close()
     assert listener.payloads == [Metrics(({"step": 1},), sample), Metrics(({"step": 2},))]
+
+
+SAMPLES = [range(8, 16), range(20, 21)]
+
+
+def test_announcement_is_made_by_rank_0_alone_in_its_log_and_as_an_event(capsys):
+    events = []
+    reporter = SimpleNamespace(event=lambda *arguments: events.append(arguments))
+    for rank in (0, 1):
+        announce(SimpleNamespace(rank=rank), reporter, "spike", 3, "too high", {"a": 1})
+    assert events == [("spike", 3, "too high", {"a": 1})]
+    assert capsys.readouterr().out == "too high\n"
+
+
+def test_skipped_samples_are_named_inclusively_in_text_and_half_open_in_data():
+    assert named_samples(SAMPLES) == "8 to 15 and 20 to 20"
+    assert sample_data(SAMPLES) == {"first_sample": 8, "last_sample": 20, "samples": [[8, 16], [20, 21]]}
+
+
+def test_metric_names_of_a_job_include_its_validation_sets_and_z_loss():
+    sets = [{"name": name, "paths": ["a.txt"]} for name in ("b", "a_2")]
+    job = spec(data={"validation": sets}, train={"validate_every": 5, "z_loss": 1e-4})
+    document = job.model_dump(mode="json")
+    assert metric_names.of_job(document) == ("validation_loss_b", "validation_loss_a_2", "z_loss")
+    assert metric_names.of_job(spec().model_dump(mode="json")) == ()
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [{}, {"data": None, "train": 5}, {"data": {"validation": {"a": 1}}}, {"data": {"validation": [None, {"name": 3}]}}],
+    ids=str,
+)
+def test_metric_names_of_a_malformed_stored_spec_are_empty(stored):
+    assert metric_names.of_job(stored) == ()
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_row_counts_the_tokens_and_the_work_of_its_own_step():
+    """The third step of a ramp: 4, 4, 6, then 8 sequences of 8 tokens."""
+    job = spec(
+        model={"kv_heads": 1},
+        train={"batch_ramp": {"start": 4, "increment": 2, "samples": 12}},
+        parallel={"tensor": 2, "recompute": "full"},
+    )
+    flops = step_flops(job, sequences=6)
+    kinds = (flops.model_full, flops.model_causal, flops.hardware_full, flops.hardware_paper)
+    assert len(set(kinds)) == 4, "no figure can stand in for another"
+    rows = StepRows(job, BatchPlan(job.train), peak_flops=1e9)
+    row = rows.row(3, StepStatistics(loss=2.5, grad_norm=0.5, memory_bytes=77), learning_rate=1e-3, seconds=0.5)
+    assert row == {
+        "step": 3, "loss": 2.5, "grad_norm": 0.5, "learning_rate": 1e-3, "tokens": (4 + 4 + 6) * 8,
+        "tokens_per_second": 6 * 8 / 0.5, "step_seconds": 0.5, "mfu_full": flops.model_full / 0.5e9,
+        "mfu_causal": flops.model_causal / 0.5e9, "hfu_full": flops.hardware_full / 0.5e9,
+        "hfu_paper": flops.hardware_paper / 0.5e9, "memory_bytes": 77,
+    }  # fmt: skip
+
+
+def test_step_row_has_a_z_loss_only_if_there_is_one():
+    job = spec(train={"z_loss": 1e-4})
+    rows = StepRows(job, BatchPlan(job.train), peak_flops=1e9)
+    with_it = rows.row(1, StepStatistics(2.5, 0.5, 77, z_loss=0.003), learning_rate=1e-3, seconds=0.5)
+    without = rows.row(1, StepStatistics(2.5, 0.5, 77), learning_rate=1e-3, seconds=0.5)
+    assert with_it == without | {"z_loss": 0.003}
+
+
+def test_step_row_has_no_utilisation_for_a_model_of_unknown_flops():
+    job = spec(model={"family": "custom", "entrypoint": "theirs:build"})
+    row = StepRows(job, BatchPlan(job.train), peak_flops=1e9).row(1, StepStatistics(2.5, 0.5, 77), 1e-3, seconds=0.5)
+    assert not [name for name in row if name.startswith(("mfu", "hfu"))]
+    assert row["loss"] == 2.5
+
+
+def test_the_time_of_the_parts_is_their_mean_over_ranks(monkeypatch):
+    """The other rank has spent one second more on each part."""
+    now = [0.0]
+    comm = Comm(RankGrid(layout_of(data=2)), 0, CPU)
+    comm.step = StepPhases(CPU, Progress(), lambda: now[0])
+    monkeypatch.setattr(comm, "all_reduce", lambda axis, values: values.mul_(2.0).add_(1.0))
+    comm.step.begin(1, measure=True)
+    with comm.step.phase("forward"):
+        now[0] += 4.0
+    means = mean_part_seconds(comm, snapshot_seconds=2.0)
+    assert (means["forward_seconds"], means["snapshot_seconds"], means["bubble_seconds"]) == (4.5, 2.5, 0.5)
+    assert not comm.step.parts.measuring, "the measurement is over"
+
+
+def test_cpu_memory_in_use_is_resident_memory():
+    assert memory_in_use(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
+
+
+ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
+
+
+def rows_of(path: Path) -> list[dict]:
+    """The rows in the file, line by line."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("of a run before")
+    rows = ({**ROW, "step": 1}, {**ROW, "validation_loss": 1.5})
+    with MetricsFile(path, 9) as sink:
+        sink.write([Message(Metrics(rows), 1.0), Message(Event("spike", "too high"), 1.0), Message(Finished(2), 1.0)])
+        assert [(row["step"], row["loss"]) for row in rows_of(path)] == [(1, "nan"), (2, "nan")]
+        file = sink._file
+    assert file.closed
+    assert capsys.readouterr().out.splitlines() == [
+        "step 1/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%",
+        "step 2/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%  validation loss 1.5000",
+        "too high",
+    ]
+
+
+@pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
+def test_unwritable_metrics_file_is_named(tmp_path, name, why):
+    path = tmp_path / name
+    with pytest.raises(MantaError) as caught, MetricsFile(path, 9):
+        pass
+    assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
+
+
+def test_full_disk_stops_metrics_but_neither_output_nor_training(capsys):
+    sentence = "--metrics: /dev/full cannot be written (No space left on device)"
+    with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), 9) as sink:
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+        sink.write([Message(Metrics(({**ROW, "step": 3},)), 1.0)])
+    said = capsys.readouterr()
+    assert [line.split()[1] for line in said.out.splitlines()] == ["2/9", "3/9"]
+    assert said.err == f"{sentence}; training goes on\n"
+
+
+def test_metrics_are_written_even_if_nobody_reads_the_output(tmp_path, monkeypatch):
+    reads, writes = os.pipe()
+    os.close(reads)
+    path = tmp_path / "metrics.jsonl"
+    with os.fdopen(writes, "w") as pipe, MetricsFile(path, 9) as sink:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+        sink.write([Message(Event("spike", "too high"), 1.0), Message(Metrics(({**ROW, "step": 3},)), 1.0)])
+        monkeypatch.undo()
+    assert [row["step"] for row in rows_of(path)] == [2, 3]
+
+
+def test_metrics_are_printed_without_a_metrics_file(capsys):
+    with MetricsFile(None, 9) as sink:
+        sink.write([Message(Metrics((ROW,)), 1.0)])
+    assert "step 2/9" in capsys.readouterr().out

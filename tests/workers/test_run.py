@@ -258,14 +258,9 @@ def test_run_of_two_ranks_with_the_launchers_store_follows_the_curve_of_one(rank
 def test_run_of_two_ranks_under_torchrun_follows_the_curve_of_one(tmp_path):
     config, expected = two_ranks_and_one(tmp_path)
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-        "-m",
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m",
         "manta.workers.run",
-    ]
+    ]  # fmt: skip
     environment = {**os.environ, **OF_COMPUTATION}
     ended = subprocess.run(
         [*command, str(config), "--metrics", str(tmp_path / "two.jsonl")],

@@ -5,7 +5,9 @@ import yaml
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 from typer.testing import CliRunner
 
-from manta.api.cli.main import app
+from manta.api.cli.main import command_line
+
+app = command_line()
 
 
 @pytest.fixture

@@ -7,15 +7,10 @@ from functools import partial
 import httpx
 import pytest
 
-from manta.api.cli import access, jobs
-from manta.api.cli.main import app
 from manta.api.client import Client
 from manta.service.store import Store, keys
 from manta.service.store.location import sqlite_url
 from tests.api.support.keys import add_key, bearer
-
-access.register(app)
-jobs.register(app)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -156,10 +157,9 @@ def test_forget_jobs_discards_constants_refined_by_jobs(manta, tmp_path):
 
 
 def test_failed_calibration_is_one_sentence_and_exit_code_2(manta, monkeypatch):
-    def fails(name, say):
-        raise CalibrationFailed("this machine could not be measured: no memory left")
-
-    monkeypatch.setattr(calibrate, "measure", fails)
+    monkeypatch.setattr(
+        calibrate, "measure", Mock(side_effect=CalibrationFailed("this machine could not be measured: no memory left"))
+    )
     result = CliRunner().invoke(command_line(), ["calibrate"])
     assert (result.exit_code, result.stderr) == (2, "this machine could not be measured: no memory left\n")
 

@@ -12,8 +12,6 @@ from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal, ve
 from manta.workers.checkpoint.checksums import SummedFiles
 from manta.workers.paths import Paths
 
-commands.register(app)
-
 
 @pytest.fixture
 def manta(manta):

@@ -1,10 +1,11 @@
-"""A command loads what it needs, and no more."""
+"""A command loads what it needs, and no more; what `--version` says."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,58 +13,47 @@ import typer
 from typer.testing import CliRunner
 
 from manta.api.cli import main
-from manta.api.cli.main import PANELS
+from manta.api.cli.main import COMMANDS
+from manta.api.rest_version import REST
+from manta.service.store.database import newest_revision
+from manta.workers.protocol.messages import PROTOCOL
 
 LOADED = "import sys; from manta.api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
 LOADED += "print(*sys.modules)"
 
 
-def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() -> None:
-    """Together in one process, since it takes longer to start one than to load all of them."""
-    commands = ("status", "ps", "checkpoints", "submit", "compare", "logs", "up")
+def loaded_for(*commands: str) -> set[str]:
+    """Modules that are imported in a process that builds the command line for each of these commands. Together in one
+    process, since it takes longer to start one than to load all of them."""
     output = subprocess.run([sys.executable, "-c", LOADED, *commands], capture_output=True, text=True, check=True)
-    modules = output.stdout.split()
+    return set(output.stdout.split())
+
+
+def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() -> None:
+    commands = {"status", "ps", "checkpoints", "submit", "compare", "logs", "up"}
+    modules = loaded_for(*commands)
     assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules) and "httpx" in modules
-
-
-def names_of(app: typer.Typer) -> set[str]:
-    commands = {each.name or getattr(each.callback, "__name__", "") for each in app.registered_commands}
-    return {str(name) for name in commands | {each.name for each in app.registered_groups}}
-
-
-def commands_for(wanted: str | None, monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What the command line has, built for `wanted`."""
-    app = typer.Typer()
-    app.registered_commands = list(OWN)
-    monkeypatch.setattr(main, "app", app)
-    return names_of(main.command_line(wanted))
-
-
-OWN = [each for each in main.app.registered_commands if each.callback and each.callback.__module__ == main.__name__]
-
-
-@pytest.mark.parametrize("file", main._FILES)
-def test_command_line_loads_one_file_for_a_named_command(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = {str(each.name or getattr(each.callback, "__name__", "")) for each in OWN}
-    for command in main._FILES[file]:
-        assert commands_for(command, monkeypatch) == own | set(main._FILES[file])
+    others = ("access", "calibrate", "db", "doctor", "engine", "nodes", "plan", "tokenize", "trace", "track")
+    assert modules.isdisjoint({f"manta.api.cli.{module}" for module in others})
 
 
 @pytest.mark.parametrize("wanted", [None, "--help", "no-such-command"])
-def test_command_line_loads_all_commands_when_none_is_named(
-    wanted: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    everything = commands_for(wanted, monkeypatch)
-    assert everything >= {command for commands in main._FILES.values() for command in commands} | {"submit", "status"}
-    assert commands_for("submit", monkeypatch) < everything
+def test_command_line_has_every_command_with_the_module_of_the_table(wanted: str | None) -> None:
+    app = main.command_line(wanted)
+    callbacks = {each.name or getattr(each.callback, "__name__", ""): each.callback for each in app.registered_commands}
+    for each in app.registered_groups:
+        assert each.typer_instance is not None
+        callbacks[str(each.name)] = each.typer_instance.registered_commands[0].callback
+    modules = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
+    assert {name: getattr(callback, "__module__", "") for name, callback in callbacks.items()} == {
+        name: f"manta.api.cli.{module}" for name, module in modules.items()
+    }
+    assert len(app.registered_commands) + len(app.registered_groups) == len(modules)
 
 
-def test_every_command_has_a_panel_in_the_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = commands_for(None, monkeypatch)
-    placed = [name for names in PANELS.values() for name in names.split()]
-    assert sorted(placed) == sorted(everything)
-    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
-    shown = runner.invoke(main.app, ["--help"]).output
+def test_every_command_has_a_panel_in_the_help() -> None:
+    placed = [name for commands in COMMANDS.values() for name in commands]
+    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(main.command_line(), ["--help"]).output
     at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
     assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
     assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40
@@ -94,3 +84,32 @@ def test_full_disk_message_is_for_standard_output_only(characters: int) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1 and NO_ROOM not in ended.stderr
     assert "Traceback" in ended.stderr and ended.stderr.endswith("OSError: [Errno 28] No space left on device\n")
+
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def app():
+    made = typer.Typer()
+    made.callback()(main._options)
+    for name in ("one", "other"):
+        made.command(name)(lambda: None)
+    return made
+
+
+def test_version_command_prints_release_rest_protocol_and_database_revision(app):
+    said = CliRunner().invoke(app, ["--version"])
+    release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert said.exit_code == 0
+    pattern = r"manta (\S+) \(REST ([\d, ]+); protocol ([\d, ]+); database revision (\d{4})\)\n"
+    stated, rest, protocols, revision = re.fullmatch(pattern, said.output).groups()
+    assert (stated, revision) == (release, newest_revision())
+    assert str(REST) in rest.split(", ") and str(PROTOCOL) in protocols.split(", ")
+
+
+def test_package_version_is_above_the_last_listed_release():
+    last = (ROOT / "releases.txt").read_text().split("\n")[-2].split()[0]
+    here = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    numbers = [tuple(int(part) for part in re.match(r"(\d+)\.(\d+)\.(\d+)", each).groups()) for each in (last, here)]
+    assert numbers[0] < numbers[1]

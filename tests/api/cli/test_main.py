@@ -8,13 +8,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from manta.api.cli import checkpoints as checkpoint_commands
-from manta.api.cli import jobs as job_commands
-from manta.api.cli import lines as line_commands
 from manta.api.cli import main
-from manta.api.cli import nodes as node_commands
-from manta.api.cli import plan as plan_command
-from manta.api.cli import submit as submit_commands
 from manta.api.cli.main import app
 from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
@@ -22,13 +16,6 @@ from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, generations, ranks, recoveries
 from manta.service.store.recoveries import RecoveryStart
 from tests.api.support.silent_service import SilentService
-
-checkpoint_commands.register(app)
-job_commands.register(app)
-line_commands.register(app)
-node_commands.register(app)
-plan_command.register(app)
-submit_commands.register(app)
 
 
 @pytest.fixture
@@ -157,19 +144,8 @@ def test_waits_and_stack_commands_show_culprits_and_where_a_rank_stands(manta, j
     lines = manta("waits", job).stdout.splitlines()
     assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
     assert lines[-1].split() == [
-        "1",
-        "7",
-        "2.0",
-        "backward,",
-        "waiting",
-        "for",
-        "rank",
-        "0",
-        "to",
-        "send",
-        "a",
-        "message",
-    ]
+        "1", "7", "2.0", "backward,", "waiting", "for", "rank", "0", "to", "send", "a", "message",
+    ]  # fmt: skip
     assert json.loads(manta("waits", job, "--json").stdout)["culprits"] == [0]
     assert manta("stack", job, 1).stdout == "Current thread (most recent call first)\n"
     assert "its ranks are 0 to 1" in manta("stack", job, 2, code=2).stderr
@@ -256,11 +232,7 @@ def test_commands_and_options_are_completed_by_the_shell(words, completion):
 
 def test_failure_of_the_service_exits_with_1(manta, service, monkeypatch):
     """A script must be able to tell what it has to mend from what it may try again."""
-
-    def broken():
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(service.control, "cluster", broken)
+    monkeypatch.setattr(service.control, "cluster", Mock(side_effect=RuntimeError("a defect")))
     assert manta("nodes", code=1).stderr.strip()
 
 

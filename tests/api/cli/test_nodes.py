@@ -16,8 +16,6 @@ from manta.api.schemas import Node
 from manta.workers.node import local_drain
 from manta.workers.rank.agent import AgentOnNode
 
-commands.register(app)
-
 
 def node(name, address, alive=True, ranks=()):
     return Node.model_construct(id=name, address=address, alive=alive, ranks=list(ranks))

@@ -10,11 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from manta.api import server
-from manta.api.cli import service
+from manta.api.cli import main, service
 from manta.api.serving import local_service
 from manta.service.cluster.processes import start_of
 from manta.service.cluster.ray_head import RayHead
@@ -36,12 +35,10 @@ ALL_TAKEN = ("0.0.0.0", 0, 3, "there:6379")
 @pytest.fixture
 def manta(tmp_path):
     """Runs a command of the service in a home of its own."""
-    app = typer.Typer()
-    service.register(app)
 
     def run(*arguments, **environment):
         own = {"MANTA_HOME": str(tmp_path), "MANTA_API_KEY": ""}
-        result = CliRunner().invoke(app, [*arguments], env={**own, **environment})
+        result = CliRunner().invoke(main.app, [*arguments], env={**own, **environment})
         assert result.exit_code == 0, result.output
         return result.stdout
 

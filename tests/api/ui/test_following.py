@@ -65,8 +65,7 @@ def test_dashboard_follows_a_job_live(followed, browser):
     followed.store.write(lambda session: jobs.transition(session, followed.job, JobState.CANCELLED))
     expect(page.locator("h1 + .badge")).to_have_text("CANCELLED")
     expect(page.get_by_role("button", name="Cancel job")).to_be_hidden()
-    with followed.store.read() as session:
-        happened = len(events.page(session, followed.job).items)
+    happened = len(followed.store.query(events.page, followed.job).items)
     page.get_by_role("link", name="History", exact=True).click()
     expect(page.locator(".events tbody tr")).to_have_count(happened)
     assert page.evaluate("window.sameDocument"), "the page was never loaded again"

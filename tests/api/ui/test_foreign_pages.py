@@ -69,8 +69,7 @@ def attack(page: Page, frame: Page | Frame, sample: Sample) -> None:
 
 
 def state(sample: Sample) -> str:
-    with sample.store.read() as session:
-        return jobs.get(session, sample.job).state
+    return sample.store.query(jobs.get, sample.job).state
 
 
 @pytest.mark.parametrize("where", ["another port", "another name", "a file", "a frame without an origin"])

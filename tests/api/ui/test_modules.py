@@ -250,15 +250,10 @@ def test_chart_marks_an_event_of_a_step_once(call):
         return {"type": kind, "step": step, "data": {"to": to}}
 
     events = [
-        event("state_changed", None, "RECOVERING"),
-        event("state_changed", 4, "RUNNING"),
-        *[event("state_changed", 5, "RECOVERING")] * 2,
-        event("step_skipped", 5),
-        event("first_step", 6),
-        event("state_changed", 7, "RECOVERING"),
-        event("spike", 7),
-        event("state_changed", 7, "FAILED"),
-    ]
+        event("state_changed", None, "RECOVERING"), event("state_changed", 4, "RUNNING"),
+        *[event("state_changed", 5, "RECOVERING")] * 2, event("step_skipped", 5), event("first_step", 6),
+        event("state_changed", 7, "RECOVERING"), event("spike", 7), event("state_changed", 7, "FAILED"),
+    ]  # fmt: skip
     assert call("parts/job_charts.js", "marksOf", events) == [
         {"step": 5, "label": "recovery", "tone": "warn"},
         {"step": 5, "label": "step skipped", "tone": "bad"},

@@ -1,13 +1,16 @@
-"""Agents in Ray: where they are started, and how they end."""
+"""Agents in Ray: where they are started and replaced, and how they end."""
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.cluster import agents as agents_module
+from manta.service.cluster import cluster as cluster_module
 from manta.service.cluster.agent_client import AgentError, AgentLost
 from manta.service.cluster.agents import Agents
+from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.connection import RayConnection
 from manta.service.cluster.nodes import Nodes
 from manta.service.cluster.placement import Seat
@@ -109,29 +112,22 @@ def test_snapshots_are_handed_out_on_the_nodes_that_live(agents, wanted, lost, u
 
 
 @pytest.mark.parametrize(("keep", "asked"), [(True, "stop"), (False, "close")])
-def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep, asked):
-    async def body():
-        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
-        await agents.end([agent, None], keep)
-        return agent.actor.calls
-
-    assert asyncio.run(body()) == [asked, "killed", "reports"]
+async def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep, asked):
+    (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    await agents.end([agent, None], keep)
+    assert agent.actor.calls == [asked, "killed", "reports"]
 
 
-def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
+async def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
     monkeypatch.setattr(agents_module, "CLOSE_SECONDS", 0.02)
+    (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
 
-    async def body():
-        (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    async def silent(method, arguments):
+        await asyncio.Event().wait()
 
-        async def silent(method, arguments):
-            await asyncio.Event().wait()
-
-        agent.actor.call.remote = silent
-        await agents.end([agent], keep_snapshots=True)
-        return agent.actor.dead
-
-    assert asyncio.run(body())
+    agent.actor.call.remote = silent
+    await agents.end([agent], keep_snapshots=True)
+    assert agent.actor.dead
 
 
 async def on_nodes(agents, *nodes):
@@ -183,15 +179,12 @@ def test_silent_agents_are_waited_for_concurrently(agents, monkeypatch):
     in_virtual_time(monkeypatch, body)
 
 
-def test_snapshot_holder_on_a_lost_node_is_never_called(agents):
-    async def body():
-        holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
-        agents._nodes.lost.add("a")
-        with pytest.raises(AgentLost):
-            await holder.describe()
-        return holder.actor.calls
-
-    assert asyncio.run(body()) == []
+async def test_snapshot_holder_on_a_lost_node_is_never_called(agents):
+    holder, _ = await agents.start_snapshot_holders("job_1", ["a", "b"])
+    agents._nodes.lost.add("a")
+    with pytest.raises(AgentLost):
+        await holder.describe()
+    assert holder.actor.calls == []
 
 
 def test_agent_answers_and_silences_are_keyed_by_rank_and_other_errors_raised():
@@ -209,7 +202,7 @@ def test_agent_answers_and_silences_are_keyed_by_rank_and_other_errors_raised():
         asyncio.run(agents_module.query({0: None, 1: "broken"}, question, 10))
 
 
-def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
+async def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
     asked = []
 
     async def answer():
@@ -219,13 +212,10 @@ def test_agents_are_not_asked_if_the_caller_is_cancelled_before_its_turn():
         asked.append(rank)
         return answer()
 
-    async def body():
-        asking = asyncio.create_task(agents_module.query({0: "a", 1: "b"}, question, 10))
-        await asyncio.sleep(0)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-    asyncio.run(body())
+    asking = asyncio.create_task(agents_module.query({0: "a", 1: "b"}, question, 10))
+    await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
     assert asked == [], "their coroutines would never be awaited"
 
 
@@ -240,23 +230,20 @@ def test_agents_are_found_in_order_with_none_for_missing_ones(agents):
     assert asyncio.run(agents.names()) == ["agent/job_2/1/0", "agent/job_1/1/0"]
 
 
-def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
+async def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
     asked = []
 
     def epoch(job, method):
         asked.append((job, method))
         raise LeaseLost(job)
 
-    async def body():
-        (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
-        await agents.kill([None, ours])
-        (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
-        agents.epoch = theirs._epoch = epoch
-        with pytest.raises(LeaseLost):
-            await agents.kill([theirs])
-        return ours.actor.dead, theirs.actor.dead
-
-    assert asyncio.run(body()) == (True, False)
+    (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
+    await agents.kill([None, ours])
+    (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
+    agents.epoch = theirs._epoch = epoch
+    with pytest.raises(LeaseLost):
+        await agents.kill([theirs])
+    assert (ours.actor.dead, theirs.actor.dead) == (True, False)
     assert asked == [("job_2", None)]
 
 
@@ -287,3 +274,49 @@ def test_agents_describe_themselves_all_or_not_at_all():
     gone = agent("c", AgentError("gone"))
     assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
     assert asyncio.run(agents_module.describe_all({4: agent("a"), 2: gone})) == {4: "about a"}
+
+
+SEATS = {2: Seat("group", 0), 3: Seat("group", 1)}
+
+
+class StartedAgents:
+    """Starts one agent for each seat, and notes which are ended."""
+
+    def __init__(self):
+        self.started, self.killed = [], []
+
+    async def start(self, job, generation, seats, unit):
+        self.started.append((job, generation, list(seats), unit))
+        return ["second", "third"]
+
+    async def kill(self, agents):
+        self.killed += agents
+
+
+@pytest.fixture
+def started_agents():
+    return StartedAgents()
+
+
+def replaced(tmp_path, started_agents, state="CREATED"):
+    groups = SimpleNamespace(states=AsyncMock(return_value={"group": state}))
+    cluster = Cluster(Paths.of(tmp_path), None, groups, started_agents, None, None)
+    return asyncio.run(cluster.replace_agents("job_1", 4, SEATS, "manta_slot"))
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_new_agents_that_do_not_answer_give_their_seats_back(tmp_path, started_agents, monkeypatch, answer):
+    async def describe(asked):
+        assert asked == ["second", "third"]
+        return ["as", "they are"] if answer else None
+
+    monkeypatch.setattr(cluster_module, "describe", describe)
+    assert replaced(tmp_path, started_agents) == (["second", "third"] if answer else None)
+    assert started_agents.started == [("job_1", 4, [2, 3], "manta_slot")]
+    assert started_agents.killed == ([] if answer else ["second", "third"])
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
+def test_agents_are_not_replaced_in_a_placement_group_that_no_longer_stands(tmp_path, started_agents, state):
+    assert replaced(tmp_path, started_agents, state) is None
+    assert started_agents.started == []

@@ -1,4 +1,4 @@
-"""Calls into Ray that hang: bounded in time and number, and never mistaken for an answer."""
+"""Calls of Ray: limits, retries, threads."""
 
 import asyncio
 import threading
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from manta.service.cluster import placement_groups
-from manta.service.cluster.connection import RayConnection, detached
+from manta.service.cluster.connection import RayConnection, RayThreads, detached
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.node_daemons import NodeDaemons
 from manta.service.cluster.nodes import Nodes
@@ -91,7 +91,7 @@ def test_ray_call_without_an_answer_in_time_is_an_error_with_a_sentence(ray):
     ray.hang()
     with pytest.raises(ClusterUnavailable, match=r"Ray gave no answer in 0\.01 s") as caught:
         go(connection.actor_names)
-    assert caught.value.kind == "TimeoutError"
+    assert caught.value.raised == "TimeoutError"
 
 
 def test_ray_calls_fail_at_once_while_all_threads_hang_and_work_again_later(ray):
@@ -115,31 +115,23 @@ def test_ray_calls_fail_at_once_while_all_threads_hang_and_work_again_later(ray)
     assert go(body) == ["known"]
 
 
-def test_ray_that_stalls_and_recovers_only_delays_its_calls(ray):
+async def test_ray_that_stalls_and_recovers_only_delays_its_calls(ray):
     connection = RayConnection(ray, threads=1)
-
-    async def body():
-        ray.hang()
-        calls = [asyncio.create_task(connection.actor_names()) for _ in range(3)]
-        await asyncio.to_thread(ray.asked.acquire)
-        ray.go_on()
-        return await asyncio.gather(*calls)
-
-    assert go(body) == [["known"]] * 3
+    ray.hang()
+    calls = [asyncio.create_task(connection.actor_names()) for _ in range(3)]
+    await asyncio.to_thread(ray.asked.acquire)
+    ray.go_on()
+    assert await asyncio.gather(*calls) == [["known"]] * 3
 
 
-def test_concurrent_node_listings_share_one_ray_call(ray):
+async def test_concurrent_node_listings_share_one_ray_call(ray):
     nodes = Nodes(RayConnection(ray, threads=8))
-
-    async def body():
-        ray.hang()
-        looks = [asyncio.create_task(nodes.has_gpus()) for _ in range(100)]
-        await asyncio.to_thread(ray.asked.acquire)
-        looks[0].cancel()  # as one who asks may be, and the others wait on
-        ray.go_on()
-        return await asyncio.gather(*looks[1:])
-
-    assert go(body) == [False] * 99
+    ray.hang()
+    looks = [asyncio.create_task(nodes.has_gpus()) for _ in range(100)]
+    await asyncio.to_thread(ray.asked.acquire)
+    looks[0].cancel()  # as one who asks may be, and the others wait on
+    ray.go_on()
+    assert await asyncio.gather(*looks[1:]) == [False] * 99
     assert not ray.asked.acquire(blocking=False)
 
 
@@ -179,28 +171,20 @@ def test_actors_outlive_the_control_plane_and_are_never_started_again_by_ray():
     }  # fmt: skip
 
 
-def test_ray_node_listings_are_not_reused_by_later_callers(ray):
+async def test_ray_node_listings_are_not_reused_by_later_callers(ray):
     nodes = Nodes(RayConnection(ray))
-
-    async def body():
-        before = await nodes.living()
-        ray.nodes = lambda: [{**NODE, "NodeID": "n2"}]
-        return before, await nodes.living()
-
-    assert go(body) == (["n1"], ["n2"])
+    before = await nodes.living()
+    ray.nodes = lambda: [{**NODE, "NodeID": "n2"}]
+    assert (before, await nodes.living()) == (["n1"], ["n2"])
 
 
-def test_ray_node_listing_is_retried_after_a_failure(ray):
+async def test_ray_node_listing_is_retried_after_a_failure(ray):
     nodes, answer = Nodes(RayConnection(ray)), ray.nodes
-
-    async def body():
-        ray.nodes = list
-        with pytest.raises(ClusterUnavailable):
-            await nodes.living()
-        ray.nodes = answer
-        return await nodes.living()
-
-    assert go(body) == ["n1"]
+    ray.nodes = list
+    with pytest.raises(ClusterUnavailable):
+        await nodes.living()
+    ray.nodes = answer
+    assert await nodes.living() == ["n1"]
 
 
 def acquire(ray, nodes, **options):
@@ -220,7 +204,7 @@ def test_places_are_waited_for_without_a_thread(ray):
     assert sorted(ray.groups) == ["replica/job/1/0", "replica/job/1/1"]
 
 
-def test_placement_group_that_ray_makes_too_late_is_removed(ray):
+async def test_placement_group_that_ray_makes_too_late_is_removed(ray):
     nodes, make = Nodes(RayConnection(ray)), ray.util.placement_group
     asked, may_make, made = threading.Event(), threading.Event(), threading.Event()
 
@@ -231,14 +215,43 @@ def test_placement_group_that_ray_makes_too_late_is_removed(ray):
         made.set()
 
     ray.util.placement_group = make_late
-
-    async def body():
-        acquiring = asyncio.create_task(acquire(ray, nodes)())
-        await asyncio.to_thread(asked.wait, SECONDS)
-        acquiring.cancel()
-        await asyncio.wait({acquiring})
-        may_make.set()
-        await reached(lambda: not nodes._ray._threads._abandoned)
-
-    go(body)
+    acquiring = asyncio.create_task(acquire(ray, nodes)())
+    await asyncio.to_thread(asked.wait, SECONDS)
+    acquiring.cancel()
+    await asyncio.wait({acquiring})
+    may_make.set()
+    await reached(lambda: not nodes._ray._threads._abandoned)
     assert made.is_set() and ray.groups == {}
+
+
+LIMIT_SECONDS = 20.0
+
+
+def test_ray_threads_are_bounded_and_answer_every_call():
+    threads = RayThreads(2)
+    calls = [threads.submit(threading.current_thread) for _ in range(5)]
+    assert {call.result(LIMIT_SECONDS).name for call in calls} <= {"ray-0", "ray-1"}
+    assert len(threads._started) == 2
+
+
+def test_threads_hang_once_all_of_their_calls_are_given_up_and_until_one_returns():
+    threads, go_on, begun = RayThreads(2), threading.Event(), threading.Semaphore(0)
+
+    def hang():
+        begun.release()
+        assert go_on.wait(LIMIT_SECONDS)
+
+    calls = [threads.submit(hang) for _ in range(2)]
+    try:
+        assert all(begun.acquire(timeout=LIMIT_SECONDS) for _ in calls)
+        waiting = threads.submit(lambda: "never begun")
+        threads.give_up(waiting)
+        threads.give_up(calls[0])
+        assert waiting.cancelled() and not threads.all_hang, "a call that is not begun takes no thread"
+        threads.give_up(calls[1])
+        assert threads.all_hang
+    finally:
+        go_on.set()
+    after = threads.submit(lambda: "answered")
+    assert after.result(LIMIT_SECONDS) == "answered"
+    assert not threads.all_hang

@@ -1,6 +1,7 @@
 """Which nodes an autoscaler may take away."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -89,22 +90,16 @@ def test_idle_nodes_are_not_checked_without_declared_node_shapes(cluster):
 
 
 @pytest.mark.parametrize("error", [ClusterUnavailable(TimeoutError("Ray gave no answer in 60 s")), KeyError("node")])
-def test_failed_check_of_idle_nodes_is_one_line_in_the_log(cluster, caplog, monkeypatch, error):
+async def test_failed_check_of_idle_nodes_is_one_line_in_the_log(cluster, caplog, monkeypatch, error):
     async def needs(jobs):
         return set()
 
-    async def check(now):
-        raise error
-
-    async def body():
-        idle = IdleNodes(cluster, needs)
-        monkeypatch.setattr(idle, "check", check)
-        running = asyncio.create_task(idle.run())
-        await reached(lambda: caplog.records)
-        running.cancel()
-
     cluster.nodes.shapes = (NodeShape("small", 1, "manta_slot", 1),)
-    asyncio.run(body())
+    idle = IdleNodes(cluster, needs)
+    monkeypatch.setattr(idle, "check", AsyncMock(side_effect=error))
+    running = asyncio.create_task(idle.run())
+    await reached(lambda: caplog.records)
+    running.cancel()
     (record,) = caplog.records
     assert record.getMessage() == f"idle nodes could not be checked: {error}"
     assert bool(record.exc_info) == isinstance(error, KeyError)

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -104,59 +105,45 @@ def made(monkeypatch, others):
     return NodeDaemons(connection, nodes, Paths.of("/nowhere", installation="installation-1"), "aws"), nodes, actors
 
 
-def test_node_with_a_silent_daemon_is_closed_until_it_answers(made):
+async def test_node_with_a_silent_daemon_is_closed_until_it_answers(made):
     daemons, nodes, actors = made
     answer, actors["sick"].answer = actors["sick"].answer, None
-
-    async def body():
-        assert list(await daemons.ensure()) == ["well"]
-        assert nodes.closed == {"sick"} and actors["sick"].calls == ["start"], "one that is silent is not asked twice"
-        assert (await nodes.capacity("manta_slot")).nodes == {"well": (4, 0)}
-        assert (await nodes.capacity("manta_slot", all_living=True)).nodes == {"sick": (4, 0), "well": (4, 0)}
-        actors["sick"].answer = answer
-        assert list(await daemons.ensure()) == ["sick", "well"]
-        assert nodes.closed == set() and nodes.unswept == {"sick"}
-        assert (await nodes.capacity("manta_slot")).nodes["sick"] == (4, 4)
-
-    asyncio.run(body())
+    assert list(await daemons.ensure()) == ["well"]
+    assert nodes.closed == {"sick"} and actors["sick"].calls == ["start"], "one that is silent is not asked twice"
+    assert (await nodes.capacity("manta_slot")).nodes == {"well": (4, 0)}
+    assert (await nodes.capacity("manta_slot", all_living=True)).nodes == {"sick": (4, 0), "well": (4, 0)}
+    actors["sick"].answer = answer
+    assert list(await daemons.ensure()) == ["sick", "well"]
+    assert nodes.closed == set() and nodes.unswept == {"sick"}
+    assert (await nodes.capacity("manta_slot")).nodes["sick"] == (4, 4)
 
 
-def test_daemon_that_answered_is_known_without_asking_ray(made, monkeypatch):
+async def test_daemon_that_answered_is_known_without_asking_ray(made, monkeypatch):
     daemons, nodes, actors = made
-
-    async def body():
-        assert await daemons.known("well") is None, "nobody has asked for it"
-        await daemons.ensure()
-        monkeypatch.setattr(nodes, "living", None)
-        monkeypatch.setattr(daemons._ray, "find", None)
-        assert await daemons.known("well") is not None
-        for answer in (None, ActorError("it is dead"), {**actors["well"].answer, "protocol": -1}):
-            actors["well"].answer = answer
-            assert await daemons.known("well") is None
-
-    asyncio.run(body())
+    assert await daemons.known("well") is None, "nobody has asked for it"
+    await daemons.ensure()
+    monkeypatch.setattr(nodes, "living", None)
+    monkeypatch.setattr(daemons._ray, "find", None)
+    assert await daemons.known("well") is not None
+    for answer in (None, ActorError("it is dead"), {**actors["well"].answer, "protocol": -1}):
+        actors["well"].answer = answer
+        assert await daemons.known("well") is None
 
 
 @pytest.mark.parametrize("where", ["sick", None])
-def test_daemon_of_another_release_stays_while_its_zygote_has_trainers(made, others, caplog, where):
+async def test_daemon_of_another_release_stays_while_its_zygote_has_trainers(made, others, caplog, where):
     daemons, nodes, actors = made
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
     others.agents[agent_name("job_1", 1, 0)] = where
-
-    async def body():
-        for _ in range(3):
-            assert list(await daemons.ensure()) == ["well"]
-        assert nodes.closed == {"sick"} and others.killed == []
-        assert (
-            caplog.text.count("node sick is excluded from placement: the daemon of node sick speaks protocol -1") == 1
-        )
-        others.agents.clear()
-        assert list(await daemons.ensure()) == ["well"], "it is not looked at all agents every second"
-        daemons._next_check.clear()
-        assert list(await daemons.ensure()) == ["sick", "well"]
-        assert others.killed == ["sick"] and nodes.closed == set()
-
-    asyncio.run(body())
+    for _ in range(3):
+        assert list(await daemons.ensure()) == ["well"]
+    assert nodes.closed == {"sick"} and others.killed == []
+    assert caplog.text.count("node sick is excluded from placement: the daemon of node sick speaks protocol -1") == 1
+    others.agents.clear()
+    assert list(await daemons.ensure()) == ["well"], "it is not looked at all agents every second"
+    daemons._next_check.clear()
+    assert list(await daemons.ensure()) == ["sick", "well"]
+    assert others.killed == ["sick"] and nodes.closed == set()
 
 
 def test_daemon_of_another_release_is_replaced_on_a_node_without_agents(made, others):
@@ -169,87 +156,67 @@ def test_daemon_of_another_release_is_replaced_on_a_node_without_agents(made, ot
     assert before.calls == ["start"], "it is not shut down, which would remove the snapshots of jobs that wait"
 
 
-def test_node_with_another_release_installed_stays_closed(made, others):
+async def test_node_with_another_release_installed_stays_closed(made, others):
     daemons, nodes, actors = made
     others.protocol = -1
     actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
-
-    async def body():
-        for _ in range(3):
-            assert list(await daemons.ensure()) == ["well"]
-            daemons._next_check.clear()
-
-    asyncio.run(body())
+    for _ in range(3):
+        assert list(await daemons.ensure()) == ["well"]
+        daemons._next_check.clear()
     assert others.killed == ["sick"], "once: the next one would be the same"
     assert nodes.closed == {"sick"}
 
 
-def test_daemon_that_missed_the_end_of_a_job_marks_its_node_for_a_sweep(made):
+async def test_daemon_that_missed_the_end_of_a_job_marks_its_node_for_a_sweep(made):
     daemons, nodes, actors = made
+    await daemons.ensure()
+    real = actors["sick"]._call
 
-    async def body():
-        await daemons.ensure()
-        real = actors["sick"]._call
+    async def only_starts(method, arguments):
+        return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
 
-        async def only_starts(method, arguments):
-            return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
-
-        actors["sick"].call.remote = only_starts
-        await daemons.end_job("job")
-        assert nodes.unswept == {"sick"} and nodes.closed == set()
-        assert actors["well"].calls[-1] == "end_job"
-
-    asyncio.run(body())
+    actors["sick"].call.remote = only_starts
+    await daemons.end_job("job")
+    assert nodes.unswept == {"sick"} and nodes.closed == set()
+    assert actors["well"].calls[-1] == "end_job"
 
 
-def test_nodes_are_marked_for_a_sweep_if_ray_did_not_list_their_daemons(made):
+async def test_nodes_are_marked_for_a_sweep_if_ray_did_not_list_their_daemons(made):
     daemons, nodes, _ = made
-
-    async def body():
-        await daemons.of("well")
-        daemons.record_missed_end()
-        assert nodes.unswept == {"well"}
-
-    asyncio.run(body())
+    await daemons.of("well")
+    daemons.record_missed_end()
+    assert nodes.unswept == {"well"}
 
 
-def test_all_nodes_are_marked_for_a_sweep_if_ray_failed_during_a_release(made):
+async def test_all_nodes_are_marked_for_a_sweep_if_ray_failed_during_a_release(made):
     daemons, nodes, _ = made
-
-    async def fail():
-        raise ClusterUnavailable("Ray does not answer")
-
-    async def body():
-        await daemons.of("well")
-        cluster = Cluster(Paths.of("/nowhere"), nodes, None, SimpleNamespace(names=fail), daemons, None)
-        with pytest.raises(ClusterUnavailable):
-            await cluster.end_job("job")
-        assert nodes.unswept == {"well"}
-
-    asyncio.run(body())
+    await daemons.of("well")
+    cluster = Cluster(
+        Paths.of("/nowhere"), nodes, None,
+        SimpleNamespace(names=AsyncMock(side_effect=ClusterUnavailable("Ray does not answer"))), daemons, None,
+    )  # fmt: skip
+    with pytest.raises(ClusterUnavailable):
+        await cluster.end_job("job")
+    assert nodes.unswept == {"well"}
 
 
-def test_daemon_that_misses_a_drain_request_is_told_from_one_that_hears_it(made):
+async def test_daemon_that_misses_a_drain_request_is_told_from_one_that_hears_it(made):
     daemons, _, actors = made
+    assert await daemons.drain("well", 30.0)
+    assert actors["well"].calls == ["start", "drain"]
+    actors["sick"].answer = None
+    assert not await daemons.drain("sick", 30.0)
+    real = actors["well"]._call
 
-    async def body():
-        assert await daemons.drain("well", 30.0)
-        assert actors["well"].calls == ["start", "drain"]
-        actors["sick"].answer = None
-        assert not await daemons.drain("sick", 30.0)
-        real = actors["well"]._call
+    async def only_starts(method, arguments):
+        return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
 
-        async def only_starts(method, arguments):
-            return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
-
-        actors["well"].call.remote = only_starts
-        assert not await daemons.drain("well", 30.0)
-        assert await daemons.undrain("well") is None and await daemons.undrain("sick") is None
-
-    asyncio.run(body())
+    actors["well"].call.remote = only_starts
+    assert not await daemons.drain("well", 30.0)
+    assert await daemons.undrain("well") is None and await daemons.undrain("sick") is None
 
 
-def test_nodes_that_are_gone_are_forgotten_by_the_cluster(made, others, tmp_path):
+async def test_nodes_that_are_gone_are_forgotten_by_the_cluster(made, others, tmp_path):
     """Nodes may come and go for weeks."""
     daemons, nodes, actors = made
     cluster = Cluster(Paths.of(tmp_path), nodes, None, None, daemons, None)
@@ -258,21 +225,18 @@ def test_nodes_that_are_gone_are_forgotten_by_the_cluster(made, others, tmp_path
     def known():
         return [each for each in about if isinstance(each, dict | set) and "well" in each]
 
-    async def body():
-        for node in ("sick", "well"):
-            others.protocol, others.code = PROTOCOL + 7, ""
-            actors[node].answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, protocol=PROTOCOL + 7))
-            await daemons.of(node)
-            others.protocol, others.code = PROTOCOL, "another"
-            del actors[node]
-            await daemons.of(node)
-            nodes.drain(node, 30.0)
-            cluster.peak_flops[node] = 1e12
-        assert len(known()) >= 8
-        cluster.keep_only(["sick"])
-        assert known() == [] and "sick" in daemons.used and "sick" in nodes.draining
-
-    asyncio.run(body())
+    for node in ("sick", "well"):
+        others.protocol, others.code = PROTOCOL + 7, ""
+        actors[node].answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, protocol=PROTOCOL + 7))
+        await daemons.of(node)
+        others.protocol, others.code = PROTOCOL, "another"
+        del actors[node]
+        await daemons.of(node)
+        nodes.drain(node, 30.0)
+        cluster.peak_flops[node] = 1e12
+    assert len(known()) >= 8
+    cluster.keep_only(["sick"])
+    assert known() == [] and "sick" in daemons.used and "sick" in nodes.draining
 
 
 def test_heartbeat_address_is_the_one_its_daemon_gives(made):
@@ -315,7 +279,7 @@ def test_daemon_that_died_since_its_lookup_is_restarted_once(made, others):
     assert (nodes.closed, nodes.unswept) == (set(), set())
 
 
-def test_new_daemon_gets_more_time_to_answer_than_a_running_one(made, monkeypatch):
+async def test_new_daemon_gets_more_time_to_answer_than_a_running_one(made, monkeypatch):
     """A node that is known to be sick does not hold up what asks all nodes."""
     daemons, nodes, actors = made
     limits = []
@@ -325,20 +289,16 @@ def test_new_daemon_gets_more_time_to_answer_than_a_running_one(made, monkeypatc
         return await answer
 
     monkeypatch.setattr(node_daemons, "within", within)
-
-    async def body():
-        await daemons.of("sick")
-        del actors["sick"]
-        await daemons.of("sick")
-        del actors["sick"]
-        nodes.unresponsive.add("sick")
-        await daemons.of("sick")
-
-    asyncio.run(body())
+    await daemons.of("sick")
+    del actors["sick"]
+    await daemons.of("sick")
+    del actors["sick"]
+    nodes.unresponsive.add("sick")
+    await daemons.of("sick")
     assert limits == [node_daemons.ANSWER_SECONDS, node_daemons.START_SECONDS, node_daemons.ANSWER_SECONDS]
 
 
-def test_daemon_calls_pass_on_whether_snapshots_of_a_job_are_kept(made):
+async def test_daemon_calls_pass_on_whether_snapshots_of_a_job_are_kept(made):
     daemons, _, actors = made
     given = []
 
@@ -348,14 +308,10 @@ def test_daemon_calls_pass_on_whether_snapshots_of_a_job_are_kept(made):
         return answers.get(method)
 
     actors["well"].call.remote = note
-
-    async def body():
-        await daemons.end_job("job_1", keep_snapshots=True)
-        await daemons.end_job("job_2")
-        await daemons.drain("well", 45.0)
-        assert await daemons.undrain("well") == "it is sold"
-
-    asyncio.run(body())
+    await daemons.end_job("job_1", keep_snapshots=True)
+    await daemons.end_job("job_2")
+    await daemons.drain("well", 45.0)
+    assert await daemons.undrain("well") == "it is sold"
     assert [each for each in given if each[0] != "start"] == [
         ("end_job", {"job": "job_1", "keep_snapshots": True}),
         ("end_job", {"job": "job_2", "keep_snapshots": False}),
@@ -371,50 +327,38 @@ def test_daemon_that_does_not_end_in_time_is_killed(made):
     assert actors["sick"].killed and actors["well"].killed
 
 
-def test_node_that_does_not_share_the_checkpoints_is_closed_until_it_does(made):
+async def test_node_that_does_not_share_the_checkpoints_is_closed_until_it_does(made):
     daemons, nodes, actors = made
     answer = actors["sick"].answer
     actors["sick"].answer = {**answer, "unshared": ["/nowhere"]}
-
-    async def body():
-        assert list(await daemons.ensure()) == ["sick", "well"], "what lies there is looked after"
-        assert nodes.closed == {"sick"} and "does not share /nowhere" in nodes.problems["sick"]
-        actors["sick"].answer = answer
-        await daemons.ensure()
-        assert nodes.closed == set()
-
-    asyncio.run(body())
+    assert list(await daemons.ensure()) == ["sick", "well"], "what lies there is looked after"
+    assert nodes.closed == {"sick"} and "does not share /nowhere" in nodes.problems["sick"]
+    actors["sick"].answer = answer
+    await daemons.ensure()
+    assert nodes.closed == set()
 
 
-def test_node_with_other_code_is_closed_unless_its_daemon_predates_an_upgrade(made, others):
+async def test_node_with_other_code_is_closed_unless_its_daemon_predates_an_upgrade(made, others):
     daemons, nodes, actors = made
     actors["well"].answer = {**actors["well"].answer, "code": "of an older release"}
     del actors["sick"]
     others.code = "something else"
-
-    async def body():
-        for _ in range(2):
-            await daemons.ensure()
-            assert nodes.closed == {"sick"} and "runs another Manta" in nodes.problems["sick"]
-
-    asyncio.run(body())
+    for _ in range(2):
+        await daemons.ensure()
+        assert nodes.closed == {"sick"} and "runs another Manta" in nodes.problems["sick"]
 
 
-def test_node_where_no_daemon_starts_has_a_problem_that_says_why(made, others, caplog):
+async def test_node_where_no_daemon_starts_has_a_problem_that_says_why(made, others, caplog):
     daemons, nodes, actors = made
     del actors["sick"]
     others.error = ActorError("died at its birth\nModuleNotFoundError: No module named 'manta'")
-
-    async def body():
-        for _ in range(3):
-            assert list(await daemons.ensure()) == ["well"]
-        assert "has no Manta" in nodes.problems["sick"]
-        assert caplog.text.count("has no Manta") == 1
-        others.error = None
-        del actors["sick"]
-        assert list(await daemons.ensure()) == ["sick", "well"] and nodes.closed == set()
-
-    asyncio.run(body())
+    for _ in range(3):
+        assert list(await daemons.ensure()) == ["well"]
+    assert "has no Manta" in nodes.problems["sick"]
+    assert caplog.text.count("has no Manta") == 1
+    others.error = None
+    del actors["sick"]
+    assert list(await daemons.ensure()) == ["sick", "well"] and nodes.closed == set()
 
 
 def test_data_check_is_made_by_a_node_that_accepts_placements(made):
@@ -446,33 +390,25 @@ def comes_and_goes(made, monkeypatch):
     return made
 
 
-def test_daemon_ended_for_a_rest_restarts_only_when_wanted(comes_and_goes, others):
+async def test_daemon_ended_for_a_rest_restarts_only_when_wanted(comes_and_goes, others):
     daemons, nodes, actors = comes_and_goes
-
-    async def body():
-        await daemons.rest("well")
-        assert others.killed == ["well"] and nodes.at_rest == {"well"}
-        del actors["well"]
-        assert await daemons.watched("well") is None
-        assert list(await daemons.ensure()) == ["sick"], "what all nodes are asked does not wake it"
-        assert others.started == [] and nodes.closed == set(), "things can be placed there"
-        await daemons.wake()
-        assert [name for name, *_ in others.started] == [node_daemon_name("well")]
-        assert nodes.at_rest == set() and "well" in daemons.used
-
-    asyncio.run(body())
+    await daemons.rest("well")
+    assert others.killed == ["well"] and nodes.at_rest == {"well"}
+    del actors["well"]
+    assert await daemons.watched("well") is None
+    assert list(await daemons.ensure()) == ["sick"], "what all nodes are asked does not wake it"
+    assert others.started == [] and nodes.closed == set(), "things can be placed there"
+    await daemons.wake()
+    assert [name for name, *_ in others.started] == [node_daemon_name("well")]
+    assert nodes.at_rest == set() and "well" in daemons.used
 
 
-def test_node_whose_daemon_another_service_ended_counts_as_at_rest(comes_and_goes, others):
+async def test_node_whose_daemon_another_service_ended_counts_as_at_rest(comes_and_goes, others):
     daemons, nodes, actors = comes_and_goes
     del actors["well"], actors["sick"]
-
-    async def body():
-        assert await daemons.heartbeat_source("well") is None
-        assert nodes.at_rest == {"well"} and others.started == []
-        assert await daemons.heartbeat_source("sick") is not None, "a node that stays has a daemon always"
-
-    asyncio.run(body())
+    assert await daemons.heartbeat_source("well") is None
+    assert nodes.at_rest == {"well"} and others.started == []
+    assert await daemons.heartbeat_source("sick") is not None, "a node that stays has a daemon always"
 
 
 def test_daemon_that_dies_beside_ranks_is_restarted_at_once(comes_and_goes, others, monkeypatch):
@@ -483,12 +419,8 @@ def test_daemon_that_dies_beside_ranks_is_restarted_at_once(comes_and_goes, othe
     assert nodes.at_rest == set()
 
 
-def test_node_at_rest_is_marked_for_a_sweep_when_a_job_ends(comes_and_goes):
+async def test_node_at_rest_is_marked_for_a_sweep_when_a_job_ends(comes_and_goes):
     daemons, nodes, _ = comes_and_goes
-
-    async def body():
-        await daemons.rest("well")
-        await daemons.end_job("job_1")
-        assert nodes.unswept == {"well"}
-
-    asyncio.run(body())
+    await daemons.rest("well")
+    await daemons.end_job("job_1")
+    assert nodes.unswept == {"well"}

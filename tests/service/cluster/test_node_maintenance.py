@@ -1,6 +1,8 @@
 """Every node is looked after on its own, again and again: what one does not do holds up no other."""
 
 import asyncio
+import contextlib
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,45 +20,41 @@ def cluster(tmp_path, monkeypatch):
     return FakeCluster(tmp_path, a=2, b=2)
 
 
-def cared(cluster, story, over=lambda jobs: set(jobs), answered=lambda: None):
-    """What `story(care, until)` answers while all nodes are looked after."""
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def caring(cluster, over=lambda jobs: set(jobs), answered=lambda: None):
+    """All nodes are looked after while the block is executed. `over`: which jobs are, by the database."""
 
     async def asked(jobs):
         return over(jobs)
 
-    async def until(condition):
-        while not condition():
-            await asyncio.sleep(0)
-
-    async def run():
-        care = NodeMaintenance(cluster, asked, answered)
-        task = asyncio.create_task(care.run())
-        try:
-            async with asyncio.timeout(SECONDS):
-                return await story(care, until)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    return asyncio.run(run())
+    care = NodeMaintenance(cluster, asked, answered)
+    task = asyncio.create_task(care.run())
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield care
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
-def test_nodes_that_have_not_answered_in_time_are_closed(cluster, monkeypatch):
+async def test_nodes_that_have_not_answered_in_time_are_closed(cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 0.05)
     held = asyncio.Event()
     cluster.daemons.hang["b"] = lambda _: held.wait()
-
-    async def story(care, until):
+    async with caring(cluster) as care:
         await until(lambda: "a" in cluster.peak_flops)
         await care.first_answers()
         assert cluster.nodes.closed == {"b"}
         held.set()
         await until(lambda: not cluster.nodes.closed and "b" in cluster.peak_flops)
 
-    cared(cluster, story)
 
-
-def test_database_that_cannot_be_read_for_a_while_ends_no_care(cluster):
+async def test_database_that_cannot_be_read_for_a_while_ends_no_care(cluster):
     asked = []
 
     def over(jobs):
@@ -67,21 +65,22 @@ def test_database_that_cannot_be_read_for_a_while_ends_no_care(cluster):
 
     daemon = cluster.daemons._daemon("b")
     daemon.left = ["over"]
-    cared(cluster, lambda care, until: until(lambda: not daemon.left), over)
+    async with caring(cluster, over):
+        await until(lambda: not daemon.left)
     assert daemon.ended_jobs == ["over"]
 
 
-def test_node_sweep_ends_only_jobs_that_are_surely_over(cluster):
+async def test_node_sweep_ends_only_jobs_that_are_surely_over(cluster):
     daemon = cluster.daemons._daemon("a")
     daemon.left = ["over", "unknown"]
-    cared(cluster, lambda care, until: until(lambda: "over" not in daemon.left), lambda jobs: {"over"} & set(jobs))
+    async with caring(cluster, lambda jobs: {"over"} & set(jobs)):
+        await until(lambda: "over" not in daemon.left)
     assert daemon.left == ["unknown"]
 
 
-def test_node_that_was_lost_and_is_back_is_swept_again(cluster):
+async def test_node_that_was_lost_and_is_back_is_swept_again(cluster):
     daemon = cluster.daemons._daemon("b")
-
-    async def story(care, until):
+    async with caring(cluster) as care:
         await until(lambda: len(cluster.peak_flops) == 2)
         cluster.nodes.lost.add("b")
         await until(lambda: "b" not in care._tasks)
@@ -89,48 +88,37 @@ def test_node_that_was_lost_and_is_back_is_swept_again(cluster):
         cluster.nodes.lost.discard("b")
         await until(lambda: not daemon.left)
 
-    cared(cluster, story)
 
-
-def test_node_with_a_daemon_of_an_older_release_stays_open_without_a_sweep(cluster):
+async def test_node_with_a_daemon_of_an_older_release_stays_open_without_a_sweep(cluster):
     daemon = cluster.daemons._daemon("a")
-
-    async def unknown_method():
-        raise AgentFailed("no attribute jobs")
-
-    daemon.jobs = unknown_method
-    cared(cluster, lambda care, until: until(lambda: "a" in cluster.peak_flops))
+    daemon.jobs = AsyncMock(side_effect=AgentFailed("no attribute jobs"))
+    async with caring(cluster):
+        await until(lambda: "a" in cluster.peak_flops)
     assert cluster.nodes.closed == set()
 
 
-def test_node_lost_before_its_first_answer_does_not_delay_the_start(cluster, monkeypatch):
+async def test_node_lost_before_its_first_answer_does_not_delay_the_start(cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
     cluster.daemons.hang["b"] = lambda _: asyncio.Event().wait()
-
-    async def story(care, until):
+    async with caring(cluster) as care:
         await until(lambda: "a" in cluster.peak_flops and "b" in care._tasks)
         cluster.nodes.lost.add("b")
         await care.first_answers()
         assert cluster.nodes.unresponsive == set(), "all that are there have answered"
 
-    cared(cluster, story)
 
-
-def test_scheduler_is_notified_when_a_silent_node_answers_again(cluster):
+async def test_scheduler_is_notified_when_a_silent_node_answers_again(cluster):
     calls = []
     cluster.daemons.silent.add("b")
-
-    async def story(care, until):
+    async with caring(cluster, answered=lambda: calls.append("again")):
         await until(lambda: cluster.nodes.unresponsive == {"b"} and "a" in cluster.peak_flops)
         assert calls == [], "the other one has answered all along"
         cluster.daemons.silent.discard("b")
         await until(lambda: "b" in cluster.peak_flops)
         assert calls == ["again"]
 
-    cared(cluster, story, answered=lambda: calls.append("again"))
 
-
-def test_node_that_could_not_list_leftovers_is_swept_once_it_can(cluster):
+async def test_node_that_could_not_list_leftovers_is_swept_once_it_can(cluster):
     daemon, tried = cluster.daemons._daemon("b"), []
     daemon.left, answer = ["over"], daemon.jobs
 
@@ -138,16 +126,14 @@ def test_node_that_could_not_list_leftovers_is_swept_once_it_can(cluster):
         tried.append("b")
         raise AgentTimeout("no answer")
 
-    async def story(care, until):
+    async with caring(cluster):
         daemon.jobs = silent
         await until(lambda: len(tried) >= 3)
         daemon.jobs = answer
         await until(lambda: not daemon.left)
 
-    cared(cluster, story)
 
-
-def test_node_that_missed_the_end_of_a_job_is_swept_again_once(cluster):
+async def test_node_that_missed_the_end_of_a_job_is_swept_again_once(cluster):
     daemon, asked = cluster.daemons._daemon("b"), []
     answer = daemon.jobs
 
@@ -155,7 +141,7 @@ def test_node_that_missed_the_end_of_a_job_is_swept_again_once(cluster):
         asked.append("b")
         return await answer()
 
-    async def story(care, until):
+    async with caring(cluster):
         await until(lambda: len(cluster.peak_flops) == 2)
         daemon.left, daemon.jobs = ["over"], jobs
         cluster.nodes.unswept.add("b")
@@ -164,10 +150,8 @@ def test_node_that_missed_the_end_of_a_job_is_swept_again_once(cluster):
             await asyncio.sleep(0)
         assert asked == ["b"]
 
-    cared(cluster, story)
 
-
-def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, monkeypatch):
+async def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, monkeypatch):
     living, errors = cluster.nodes.living, [RuntimeError("Ray is restarting")]
 
     async def unsure():
@@ -176,30 +160,26 @@ def test_nodes_are_looked_for_again_where_ray_does_not_tell_them(cluster, monkey
         return await living()
 
     monkeypatch.setattr(cluster.nodes, "living", unsure)
-    cared(cluster, lambda care, until: until(lambda: len(cluster.peak_flops) == 2))
+    async with caring(cluster):
+        await until(lambda: len(cluster.peak_flops) == 2)
     assert not errors
 
 
-def test_node_that_joins_later_is_cared_for(cluster):
-    async def story(care, until):
+async def test_node_that_joins_later_is_cared_for(cluster):
+    async with caring(cluster):
         await until(lambda: len(cluster.peak_flops) == 2)
         cluster.nodes.slots["c"] = cluster.nodes.used["c"] = 2
         await until(lambda: "c" in cluster.peak_flops)
 
-    cared(cluster, story)
 
-
-def test_node_care_lets_the_start_continue_when_every_node_has_answered(cluster, monkeypatch):
+async def test_node_care_lets_the_start_continue_when_every_node_has_answered(cluster, monkeypatch):
     monkeypatch.setattr(node_maintenance, "FIRST_SECONDS", 10 * SECONDS)
-
-    async def story(care, until):
+    async with caring(cluster) as care:
         await care.first_answers()
-        return set(care._tasks), cluster.nodes.unresponsive
-
-    assert cared(cluster, story) == ({"a", "b"}, set())
+        assert (set(care._tasks), cluster.nodes.unresponsive) == ({"a", "b"}, set())
 
 
-def test_node_that_was_swept_and_measured_is_not_asked_again(cluster):
+async def test_node_that_was_swept_and_measured_is_not_asked_again(cluster):
     """A look costs a call to its daemon, and there are many nodes."""
     of, asked = cluster.daemons.of, []
 
@@ -208,20 +188,16 @@ def test_node_that_was_swept_and_measured_is_not_asked_again(cluster):
         return await of(node)
 
     cluster.daemons.of = count
-
-    async def story(care, until):
+    async with caring(cluster):
         await until(lambda: len(cluster.peak_flops) == 2)
         for _ in range(50):
             await asyncio.sleep(0)
-
-    cared(cluster, story)
     assert sorted(asked) == ["a", "b"]
 
 
-def test_node_care_logs_each_silence_of_a_node_once(cluster, caplog):
+async def test_node_care_logs_each_silence_of_a_node_once(cluster, caplog):
     cluster.daemons.silent.add("b")
-
-    async def story(care, until):
+    async with caring(cluster):
         for times in (1, 2):
             cluster.daemons.silent.add("b")
             cluster.nodes.unswept.add("b")
@@ -234,10 +210,8 @@ def test_node_care_logs_each_silence_of_a_node_once(cluster, caplog):
             assert caplog.text.count("the daemon of node b responds again") == times
         assert "node a" not in caplog.text
 
-    cared(cluster, story)
 
-
-def test_node_sweep_is_not_repeated_after_a_disk_error(cluster):
+async def test_node_sweep_is_not_repeated_after_a_disk_error(cluster):
     daemon, tried = cluster.daemons._daemon("a"), []
 
     async def broken(job, keep_snapshots=False):
@@ -245,11 +219,8 @@ def test_node_sweep_is_not_repeated_after_a_disk_error(cluster):
         raise AgentFailed("disk I/O error")
 
     daemon.left, daemon.end_job = ["over"], broken
-
-    async def story(care, until):
+    async with caring(cluster):
         await until(lambda: len(cluster.peak_flops) == 2)
         for _ in range(50):
             await asyncio.sleep(0)
-
-    cared(cluster, story)
     assert tried == [("over", False)] and cluster.nodes.unswept == set()

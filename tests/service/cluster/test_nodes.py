@@ -1,15 +1,28 @@
-"""Which nodes there are, and what of them may be used."""
+"""What is known of nodes: capacity, states, problems, shapes of those that an autoscaler adds."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from manta.service.cluster import nodes as nodes_module
+from manta.service.cluster.errors import problem_of, problem_of_start
+from manta.service.cluster.node_shapes import (
+    Demand,
+    InvalidNodeShapes,
+    NodeShape,
+    capacity_after_placing,
+    grown,
+    shapes_in,
+)
 from manta.service.cluster.nodes import Nodes
-from manta.service.cluster.placement import Capacity
+from manta.service.cluster.placement import Capacity, missing
 from manta.service.cluster.placement_groups import PlacementGroups
 from manta.workers.config import ParallelConfig
+from manta.workers.protocol.messages import NodeDescription
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 
@@ -159,3 +172,115 @@ def test_node_with_a_problem_gets_no_placements(nodes):
     nodes.problems = {"b": "it has no Manta"}
     assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}
     assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["b"] == (4, 0), "and nothing there is free"
+
+
+def test_node_description_without_problems_has_no_problem_text():
+    assert problem_of(NodeDescription("n", "host-1", "10.0.0.7", 1, 2), other_code=False) is None
+
+
+def test_node_that_does_not_share_the_checkpoint_folder_is_named_with_the_folder():
+    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2, unshared=("/home/u/.manta",))
+    problem = problem_of(about, other_code=False)
+    assert problem.startswith("node host-1 (10.0.0.7) does not share /home/u/.manta, where the checkpoints would be: ")
+    assert "MANTA_CHECKPOINTS" in problem
+
+
+def test_node_with_another_version_of_the_code_is_named():
+    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2)
+    problem = problem_of(about, other_code=True)
+    assert problem.startswith("node host-1 (10.0.0.7) runs another Manta") and "MANTA_SHIP_CODE=1" in problem
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    ("ModuleNotFoundError: No module named 'manta'", "node 0123456789ab has no Manta: install the same"),
+    ("ModuleNotFoundError: No module named 'manta.workers.node'", "has no Manta"),
+    ("No module named 'psutil'", "lacks the Python package 'psutil', which Manta needs there: install it"),
+    ("the disk is full", "the daemon of node 0123456789ab does not start: the disk is full"),
+])  # fmt: skip
+def test_daemon_start_error_says_what_is_missing(error, words):
+    assert words in problem_of_start("0123456789abcdef", error)
+
+
+SLOTS = "manta_slot"
+
+
+def capacity(*nodes):
+    """Of nodes with (total, free) slots."""
+    named = {f"n{number}": node for number, node in enumerate(nodes)}
+    return Capacity(SLOTS, sum(total for total, _ in nodes), sum(free for _, free in nodes), named)
+
+
+def layout(tensor=1, pipeline=1, data=1):
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
+
+
+def test_node_shapes_of_slots_and_gpus_are_parsed():
+    assert shapes_in("workers=4x8 slots, gpu-group = 2 x 8 GPUs") == (
+        NodeShape("workers", 4, "manta_slot", 8),
+        NodeShape("gpu-group", 2, "GPU", 8),
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "workers", "workers=4", "workers=4x8", "w=4x0 slots", "w=4x8 cpus", "w=1x1 slot,"]
+)
+def test_invalid_node_shapes_are_refused_with_an_example(text):
+    with pytest.raises(InvalidNodeShapes, match="such as workers=4x8 slots"):
+        shapes_in(text)
+
+
+def test_node_shapes_refuse_a_type_declared_twice():
+    with pytest.raises(InvalidNodeShapes, match="w twice"):
+        shapes_in("w=1x1 slots, w=2x2 slots")
+
+
+def test_grown_capacity_adds_the_nodes_that_can_still_come():
+    shapes = shapes_in("small=3x2 slots, fast=9x8 gpus")
+    most = grown(capacity((2, 0), (16, 4)), shapes, ["small", ""])
+    assert (most.total, most.free) == (2 + 16 + 2 * 2, 0 + 4 + 2 * 2)
+
+
+def test_node_shapes_with_more_nodes_than_declared_add_no_capacity():
+    assert grown(capacity((2, 2)), shapes_in("small=1x2 slots"), ["small"] * 3) == capacity((2, 2))
+
+
+def test_simulated_placement_keeps_each_tensor_group_on_one_node():
+    assert capacity_after_placing(capacity((4, 3), (4, 3)), layout(tensor=2, data=3)) is None
+    left = capacity_after_placing(capacity((4, 3), (4, 4)), layout(tensor=2, data=3))
+    assert left is not None and left.free == 1
+
+
+layouts = st.builds(layout, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(1, 3))
+clusters = st.lists(st.integers(0, 8).map(lambda free: (8, free)), max_size=5).map(lambda nodes: capacity(*nodes))
+
+
+@given(clusters, layouts)
+def test_simulated_placement_succeeds_exactly_if_nothing_is_missing(cluster, job):
+    left = capacity_after_placing(cluster, job)
+    assert (left is not None) == (missing(job, cluster) is None)
+    if left is not None:
+        assert left.free == cluster.free - job.world_size
+        assert all(free >= 0 for _, free in left.nodes.values())
+
+
+@given(clusters, st.lists(layouts, max_size=5))
+def test_node_demand_is_a_prefix_of_the_queue_that_fits_together(cluster, queue):
+    demand = Demand({SLOTS: cluster})
+    asked = [demand.add(job, SLOTS) for job in queue]
+    assert asked == sorted(asked, reverse=True), "none overtakes one that does not fit"
+    units = sum(job.world_size for job, is_asked in zip(queue, asked, strict=True) if is_asked)
+    assert sum(bundle[SLOTS] for bundle in demand.bundles) == units <= cluster.free
+    assert demand.is_over == (False in asked)
+
+
+def test_stages_are_counted_on_nodes_of_their_type():
+    cluster = replace(capacity((4, 4), (4, 4), (4, 3)), types={"n0": "A100", "n1": "V100", "n2": "V100"})
+    typed = ParallelConfig(tensor=2, pipeline=2, data=2, stage_accelerators=("A100", "V100"))
+    left = capacity_after_placing(cluster, typed)
+    assert left is not None and left.nodes == {"n0": (4, 0), "n1": (4, 2), "n2": (4, 1)} and left.types == cluster.types
+    assert capacity_after_placing(cluster, typed.model_copy(update={"data": 3})) is None, (
+        "two groups on A100, and no third"
+    )
+    demand = Demand({SLOTS: cluster})
+    assert demand.add(typed, SLOTS)
+    assert demand.bundles == [{SLOTS: 2.0, f"accelerator_type:{type}": 0.001} for type in ("A100",) * 2 + ("V100",) * 2]

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -45,10 +46,7 @@ class Site:
         async def of(node):
             return None if node in self.silent else self.daemons[node]
 
-        async def all_known():
-            return known
-
-        nodes = SimpleNamespace(known=all_known, lost=set())
+        nodes = SimpleNamespace(known=AsyncMock(return_value=known), lost=set())
         self.cluster = SimpleNamespace(nodes=nodes, daemons=SimpleNamespace(of=of))
 
     def check(self):

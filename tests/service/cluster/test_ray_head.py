@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -172,22 +173,18 @@ def living(tmp_path, monkeypatch):
         ("folder", r"its socket .*/sockets/raylet is gone"),
     ],
 )
-def test_ray_head_with_an_ended_process_is_noticed_and_replaced(living, broken, why):
+async def test_ray_head_with_an_ended_process_is_noticed_and_replaced(living, broken, why):
     """Its first process stays when another one ends without an error."""
-
-    async def noticed():
-        watch = asyncio.create_task(living.head.until_gone())
-        await asyncio.sleep(0)
-        assert not watch.done() and living.head.ensure() == living.record, "it is whole"
-        if broken == "folder":
-            shutil.rmtree(living.session)
-        elif broken == "socket":
-            sockets_of(living.session)[0].unlink()
-        else:
-            os.kill(living.processes[broken], signal.SIGKILL if broken == "start" else signal.SIGTERM)
-        return await asyncio.wait_for(watch, 60)
-
-    assert re.fullmatch(why, asyncio.run(noticed()))
+    watch = asyncio.create_task(living.head.until_gone())
+    await asyncio.sleep(0)
+    assert not watch.done() and living.head.ensure() == living.record, "it is whole"
+    if broken == "folder":
+        shutil.rmtree(living.session)
+    elif broken == "socket":
+        sockets_of(living.session)[0].unlink()
+    else:
+        os.kill(living.processes[broken], signal.SIGKILL if broken == "start" else signal.SIGTERM)
+    assert re.fullmatch(why, await asyncio.wait_for(watch, 60))
     assert living.head.ensure() == "another"
 
 
@@ -228,11 +225,12 @@ class RayError(Exception):
 
 @pytest.mark.parametrize("error", [ConnectionError, RuntimeError, RayError])
 def test_ray_that_refuses_the_connection_is_reported_in_one_sentence(monkeypatch, error):
-    def refuse(**_options):
-        raise error("no\nentry")
-
     # Not the real one: it reads what says how to come in when it is imported, and is needed by other tests.
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=refuse, exceptions=SimpleNamespace(RayError=RayError)))
+    monkeypatch.setitem(
+        sys.modules,
+        "ray",
+        SimpleNamespace(init=Mock(side_effect=error("no\nentry")), exceptions=SimpleNamespace(RayError=RayError)),
+    )
     with pytest.raises(RayUnavailable, match=r"Ray at 127\.0\.0\.1:1 refused the connection: no entry"):
         module.connect("127.0.0.1:1", "manta")
 

@@ -1,6 +1,7 @@
 """What a control plane holds, and that it is still while that is not certain."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import text
@@ -125,16 +126,17 @@ def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monke
 def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_look(planes, job, monkeypatch):
     one, _ = planes
 
-    async def away(_write):
-        raise OperationalError("claim", {}, Exception("the database is away"))
-
     async def body():
         one.leases.drop(await one.leases.claim(job))
         await one.leases.refresh()
         assert one.leases.of(job).epoch == 2
         one.leases.drop(one.leases.of(job))
         with monkeypatch.context() as patch, pytest.raises(OperationalError):
-            patch.setattr(one.store, "write_async", away)
+            patch.setattr(
+                one.store,
+                "write_async",
+                AsyncMock(side_effect=OperationalError("claim", {}, Exception("the database is away"))),
+            )
             await one.leases.claim(job)
         await one.leases.refresh()
         assert one.leases.of(job).epoch == 3
@@ -181,8 +183,7 @@ def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(pl
         assert not waiting.done()
         await one.leases.refresh()
         await asyncio.wait_for(waiting, SECONDS)
-        with one.store.read() as session:
-            assert one.leases.me in leases.living(session), "for others, too"
+        assert one.leases.me in one.store.query(leases.living), "for others, too"
         assert one.leases.certain and one.leases.of(job).epoch == 1
         one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
 
@@ -298,23 +299,20 @@ def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
         one.leases.begin()
         lease = one.leases.hold("job_1", 1)
         await asyncio.wait_for(lease.until_certain(), SECONDS)
-        with one.store.read() as session:
-            assert set(leases.well(session)) == {one.leases.me, two.leases.me}
+        assert set(one.store.query(leases.well)) == {one.leases.me, two.leases.me}
         one.leases.changed.clear()
         await asyncio.to_thread(two.leases.wake_control_planes)
         await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
         await one.leases.leave()
         one.leases._renewer._thread.join(SECONDS)
         assert not one.leases._renewer._thread.is_alive()
-        with one.store.read() as session:
-            assert leases.living(session) == [two.leases.me]
+        assert one.store.query(leases.living) == [two.leases.me]
 
     story(body)
 
 
 def owned(store, plane):
-    with store.read() as session:
-        return leases.owned(session, plane)
+    return store.query(leases.owned, plane)
 
 
 def test_borrowed_lease_is_released_even_if_its_borrower_fails(store, own_leases):
@@ -399,7 +397,6 @@ def test_control_plane_that_shuts_down_releases_its_leases_in_memory_and_databas
         await own_leases.claim("job_1")
         await own_leases.leave()
         assert own_leases.of("job_1") is None and owned(store, "me") == set()
-        with store.read() as session:
-            assert leases.living(session) == ["other"]
+        assert store.query(leases.living) == ["other"]
 
     story(body)

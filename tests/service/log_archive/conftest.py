@@ -113,6 +113,13 @@ class Agent:
         """One report."""
         self._buffer.add(Printed("stdout", texts), generation, self.rank, at)
 
+    def tells(self, plane, *texts, keep=False, **options):
+        """One report that the control plane fetches at once and, where asked to, keeps."""
+        self.prints(*texts, **options)
+        self.reports_to(plane)
+        if keep:
+            plane.keep()
+
     def reports_to(self, plane):
         """The control plane fetches what it has not seen; one that has just taken the job over all that there is."""
 

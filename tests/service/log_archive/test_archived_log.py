@@ -1,13 +1,28 @@
-"""Reading a log waits for no place that does not answer, and misses nothing that was there when it was asked for."""
+"""Archived logs: parts, their names, marks of lines, readers."""
 
+import io
+import json
 import threading
 import time
 
 import pytest
 
-from manta.service.log_archive import archived_log
+from manta.service.log_archive import archived_log, parts
 from manta.service.log_archive.archived_log import ArchivedLog, Blocks
-from manta.service.log_archive.parts import PartWriter, Segment
+from manta.service.log_archive.parts import (
+    NoPart,
+    PartName,
+    PartWriter,
+    Segment,
+    counting,
+    decode,
+    encode,
+    end_of,
+    end_of_reports,
+    is_gapless,
+    last_mark,
+    lines_backwards,
+)
 from manta.service.logs.pages import LogsUnavailable
 from manta.workers.storage.files import LocalFiles
 
@@ -103,3 +118,79 @@ def test_kept_log_blocks_in_memory_are_read_without_threads_or_storage(written, 
     del log._parts[1:], threads[:]
     assert (log.ranks(), log.end(0), log.read(0, 0, 10).content, threads) == ([0], 3, b"ab\n", [])
     answers.set()
+
+
+def line(sequence, left=0, generation=1, text="x"):
+    more = {"left": left} if left else {}
+    return json.dumps({"generation": generation, "sequence": sequence, **more, "text": text}).encode() + b"\n"
+
+
+def test_log_lines_are_read_backwards_for_any_block_size(monkeypatch):
+    lines = [line(number, text="y" * number) for number in range(40)]
+    content = b"".join(lines) + b"cut"
+    for size in (1, 7, 64, 1000, 100_000):
+        monkeypatch.setattr(parts, "BLOCK_BYTES", size)
+        placed = list(lines_backwards(io.BytesIO(content), len(content)))
+        assert [each for _, each in placed] == lines[::-1]
+        assert all(content[at:].startswith(each) for at, each in placed)
+
+
+def test_incomplete_report_at_the_end_of_a_log_is_not_counted():
+    whole, begun = line(1) + line(2, left=1) + line(2), line(3, left=2) + line(3, left=1) + b'{"gen'
+    content = io.BytesIO(whole + begun)
+    assert end_of_reports(content, len(whole + begun)) == len(whole)
+    assert last_mark(content, len(whole)) == (1, 2)
+    assert (end_of_reports(io.BytesIO(), 0), last_mark(io.BytesIO(), 0)) == (0, (0, 0))
+
+
+def test_end_of_the_uploaded_lines_is_found_by_report_number():
+    parts = [line(4), b"no line\n", line(9), line(1, generation=2)]
+    content, size = io.BytesIO(b"".join(parts)), sum(map(len, parts))
+    upto = lambda mark: end_of(content, size, mark)  # noqa: E731
+    assert upto((2, 1)) == upto((7, 0)) == size
+    assert upto((1, 9)) == upto((1, 100)) == size - len(parts[-1])
+    assert upto((1, 8)) == len(parts[0])
+    assert upto((1, 3)) == 0
+
+
+def names(*parts):
+    return [str(PartName(*part)) for part in parts]
+
+
+def counted(*parts):
+    return [(part.first, part.last, part.stamp) for part in counting(names(*parts))]
+
+
+def test_log_part_name_is_parsed_and_other_names_are_ignored():
+    part = PartName(3, 17, 4, True)
+    assert PartName.parse(str(part)) == part and str(part) == "000000003-000000017-000004-end.part"
+    assert counting([".000000001-000000001-000001.part", "rank-00000.jsonl", "x"]) == []
+
+
+def test_later_control_plane_wins_between_log_parts_of_one_number():
+    parts = (2, 2, 9), (1, 1, 1), (2, 2, 1), (3, 3, 9)
+    assert counted(*parts) == counted(*sorted(parts)) == [(1, 1, 1), (2, 2, 9), (3, 3, 9)]
+
+
+def test_log_part_merged_from_others_replaces_them():
+    assert counted((1, 1, 1), (1, 3, 2), (2, 2, 1), (3, 3, 1), (4, 4, 2)) == [(1, 3, 2), (4, 4, 2)]
+
+
+def test_gap_in_log_part_numbers_is_detected():
+    assert is_gapless(counting(names((1, 3, 1), (4, 4, 1)))) and is_gapless([])
+    assert not is_gapless(counting(names((1, 1, 1), (3, 3, 1))))
+    assert not is_gapless(counting(names((2, 2, 1))))
+
+
+def test_log_part_keeps_the_bytes_of_each_rank():
+    chunks = {12: (Segment(0, 3, (1, 4)), b"ab\n"), 2: (Segment(7, 7, (1, 2)), b""), 0: (Segment(5, 7, (2, 1)), b"c\n")}
+    content = encode(chunks)
+    assert decode(content) == chunks
+    with pytest.raises(NoPart):
+        decode(content[:-1])
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON\n", b"[]\n", b'{"ranks": {"0": [1]}}\n'])
+def test_invalid_log_part_is_refused(content):
+    with pytest.raises(NoPart):
+        decode(content)

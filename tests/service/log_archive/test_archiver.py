@@ -45,8 +45,7 @@ def test_kept_log_reads_the_same_through_any_control_plane(make_plane, bucket, j
     mine.keep()
     for number in range(40):
         for agent in agents:
-            agent.prints(f"{number} of {agent.rank}", "and more", at=number + agent.rank / 10)
-            agent.reports_to(mine)
+            agent.tells(mine, f"{number} of {agent.rank}", "and more", at=number + agent.rank / 10)
         if number % 10 == 0:
             mine.keep()
     assert len(other.texts(job)) < 240 == len(mine.texts(job)), "what is not kept yet is read by its owner alone"
@@ -61,11 +60,8 @@ def test_kept_log_reads_the_same_through_any_control_plane(make_plane, bucket, j
 def test_next_owner_continues_a_log_after_its_stored_end(make_plane, shared, job):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
-    agent.prints("kept")
-    agent.reports_to(first)
-    first.keep()
-    agent.prints("fetched, not kept")
-    agent.reports_to(first)
+    agent.tells(first, "kept", keep=True)
+    agent.tells(first, "fetched, not kept")
     seen = first.read(job).position
     agent.prints("not fetched")
     second.take(job)  # the first one is dead, and so is its disk
@@ -83,22 +79,16 @@ def test_next_owner_continues_a_log_after_its_stored_end(make_plane, shared, job
 def test_log_part_of_a_writer_that_lost_the_job_changes_nothing(make_plane, shared, job):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
-    agent.prints("one")
-    agent.reports_to(first)
-    first.keep()
-    agent.prints("two")
-    agent.reports_to(first)
+    agent.tells(first, "one", keep=True)
+    agent.tells(first, "two")
     stale = first.archiver._jobs[job]
     chunks = stale.spool.next_chunks(1 << 20)
     second.take(job)
-    agent.prints("three")
-    agent.reports_to(second)
-    second.keep()
+    agent.tells(second, "three", keep=True)
     stale.writer.write(chunks)
     assert make_plane(shared).texts(job) == ["one", "two", "three"]
     first.leases.certain = False
-    agent.prints("four")
-    agent.reports_to(second)
+    agent.tells(second, "four")
     before = parts_of(shared, job)
     first.keep()
     assert parts_of(shared, job) == before, "who is not certain to own it writes nothing"
@@ -109,13 +99,9 @@ def test_log_part_of_a_writer_that_lost_the_job_changes_nothing(make_plane, shar
 def test_log_store_outage_only_delays_lines(make_plane, wired_bucket, wire, job):
     mine, agent = make_plane(wired_bucket), Agent()
     mine.take(job)
-    agent.prints("before")
-    agent.reports_to(mine)
-    mine.keep()
+    agent.tells(mine, "before", keep=True)
     wire.meddle = lambda head: answer("503 Slow Down")
-    agent.prints("meanwhile")
-    agent.reports_to(mine)
-    mine.keep()
+    agent.tells(mine, "meanwhile", keep=True)
     assert mine.texts(job) == ["before", "meanwhile"], "from its own disk"
     other = make_plane(wired_bucket)
     with pytest.raises(LogsUnavailable, match="try again"):
@@ -138,14 +124,10 @@ def test_store_that_is_away_when_a_job_is_taken_over_loses_no_line(make_plane, w
     first, second, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
     first.take(job)
     for text in ("kept", "not kept"):
-        agent.prints(text)
-        agent.reports_to(first)
-        first.keep()
+        agent.tells(first, text, keep=True)
         wire.meddle = lambda head: "cut"
     second.take(job)
-    agent.prints("new")
-    agent.reports_to(second)
-    second.keep()
+    agent.tells(second, "new", keep=True)
     assert not second.spool.has_started
     wire.meddle = lambda head: None
     second.keep()
@@ -156,8 +138,7 @@ def test_restarted_control_plane_continues_a_log_from_its_own_disk(make_plane, s
     first, agent = make_plane(shared), Agent()
     first.take(job)
     for number in range(3):
-        agent.prints(f"{number}", "and more")
-        agent.reports_to(first)
+        agent.tells(first, f"{number}", "and more")
         if number == 0:
             first.keep()
     file = first.spool.lines.file(0)
@@ -175,9 +156,7 @@ def test_log_of_a_finished_job_is_read_from_the_store_as_one_part(make_plane, bu
     mine, other, agent = make_plane(bucket), make_plane(bucket), Agent()
     mine.take(job)
     for number in range(5):
-        agent.prints(f"{number}")
-        agent.reports_to(mine)
-        mine.keep()
+        agent.tells(mine, f"{number}", keep=True)
     assert not other.archiver.is_complete(job) and mine.archiver.is_complete(job)
     mine.texts(job)
     to_state(*RUNNING, JobState.SUCCEEDED)
@@ -191,9 +170,7 @@ def test_log_of_a_finished_job_is_read_from_the_store_as_one_part(make_plane, bu
 def test_log_reader_misses_nothing_when_the_job_ends_meanwhile(make_plane, shared, job, to_state):
     mine, agent = make_plane(shared), Agent()
     mine.take(job)
-    agent.prints("all")
-    agent.reports_to(mine)
-    mine.keep()
+    agent.tells(mine, "all", keep=True)
     source = mine.archiver.source(job)
     to_state(*RUNNING, JobState.SUCCEEDED)
     mine.finish(job)
@@ -208,8 +185,7 @@ def test_last_lines_of_a_job_are_uploaded_later_even_by_the_next_process(
     first, other, agent = make_plane(wired_bucket), make_plane(wired_bucket), Agent()
     first.take(job)
     first.keep()
-    agent.prints("last")
-    agent.reports_to(first)
+    agent.tells(first, "last")
     wire.meddle = lambda head: "cut"
     to_state(*RUNNING, JobState.SUCCEEDED)
     first.finish(job)
@@ -223,8 +199,7 @@ def test_last_lines_of_a_job_are_uploaded_later_even_by_the_next_process(
 def test_local_log_files_are_removed_when_another_service_finishes_the_job(make_plane, shared, job, to_state):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
-    agent.prints("one")
-    agent.reports_to(first)
+    agent.tells(first, "one")
     second.take(job)
     first.archiver.lose(job, first.spool)
     agent.reports_to(second)
@@ -239,15 +214,12 @@ def test_local_log_files_are_removed_when_another_service_finishes_the_job(make_
 def test_log_of_a_retried_job_is_continued(make_plane, shared, job, to_state):
     first, second, agent = make_plane(shared), make_plane(shared), Agent()
     first.take(job)
-    agent.prints("first try")
-    agent.reports_to(first)
+    agent.tells(first, "first try")
     to_state(*RUNNING, JobState.PAUSING, JobState.PAUSED)
     first.finish(job)
     second.take(job)
     again = Agent()
-    again.prints("second try", generation=2)
-    again.reports_to(second)
-    second.keep()
+    again.tells(second, "second try", generation=2, keep=True)
     assert first.texts(job) == second.texts(job) == ["first try", "second try"]
     assert not first.archiver.is_complete(job)
 
@@ -259,9 +231,7 @@ def test_small_log_parts_are_merged_while_the_job_runs_and_is_read(make_plane, b
     mine.take(job)
     known = []
     for number in range(11):
-        agents[number % 2].prints(f"{number}", at=number)
-        agents[number % 2].reports_to(mine)
-        mine.keep()
+        agents[number % 2].tells(mine, f"{number}", at=number, keep=True)
         known.append(f"{number}")
         source = other.archiver.source(job, fresh=False)  # it may know parts that are not there any more
         assert b'"0"' in source.read(0, 0, 100_000).content
@@ -301,9 +271,7 @@ def test_lines_written_before_remote_logs_were_set_up_are_read_and_stored(make_p
     (folder / "rank-00000.jsonl").write_text('{"time": 1.0, "generation": 1, "text": "old"}\n')
     assert mine.texts(job) == ["old"]
     mine.take(job)
-    agent.prints("new", generation=2)
-    agent.reports_to(mine)
-    mine.keep()
+    agent.tells(mine, "new", generation=2, keep=True)
     assert mine.texts(job) == make_plane(shared).texts(job) == ["old", "new"]
 
 
@@ -315,21 +283,16 @@ def test_pipe_or_folder_in_the_place_of_a_log_does_not_block_other_ranks(make_pl
     file.parent.mkdir(parents=True)
     if since == "it printed":
         mine.take(job)
-        damaged.prints("gone")
-        damaged.reports_to(mine)
+        damaged.tells(mine, "gone")
         file.unlink()
     be(file)
     mine.take(job)
-    other.prints("first")
-    other.reports_to(mine)
-    mine.keep()
+    other.tells(mine, "first", keep=True)
     assert mine.texts(job, rank=0) == make_plane(shared).texts(job) == ["first"]
     for read in (lambda: mine.read(job), lambda: read_tail(mine.archiver.source(job), 1)):
         with pytest.raises(LogsUnavailable, match="not a regular file"):
             read()
-    damaged.prints("second")
-    damaged.reports_to(mine)
-    mine.keep()
+    damaged.tells(mine, "second", keep=True)
     assert mine.texts(job, rank=1)[-1:] == make_plane(shared).texts(job, rank=1)[-1:] == ["second"]
 
 
@@ -340,9 +303,7 @@ def test_report_of_very_many_lines_is_kept_whole(make_plane, shared, job, monkey
     mine.take(job)
     texts = [f"line {number}" for number in range(3000)]
     agent.prints(*texts)
-    agent.prints("next")
-    agent.reports_to(mine)
-    mine.keep()
+    agent.tells(mine, "next", keep=True)
     assert make_plane(shared).texts(job) == [*texts, "next"]
 
 

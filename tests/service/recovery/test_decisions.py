@@ -82,13 +82,8 @@ def test_sentence_of_a_rank_whose_message_is_one_is_read_as_such():
 
 def died(**changes):
     known = {
-        "rank": 2,
-        "kind": "exception",
-        "step": 7,
-        "exception": "ValueError",
-        "message": "failed",
-        "traceback": "T",
-    }
+        "rank": 2, "kind": "exception", "step": 7, "exception": "ValueError", "message": "failed", "traceback": "T",
+    }  # fmt: skip
     return Death(**{**known, **changes})
 
 

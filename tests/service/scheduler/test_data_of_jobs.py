@@ -2,6 +2,9 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+
+import pytest
 
 from manta.service.control import data_checks
 from manta.service.control.scheduler import Scheduler
@@ -37,38 +40,10 @@ async def until_none_waits(scheduler):
             await asyncio.sleep(0.001)
 
 
-def test_unresponsive_data_delays_its_job_and_briefly_the_queue(store, submit, cluster, monkeypatch):
-    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
-    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
-    answers, placed = threading.Event(), []
-
-    def check(spec):
-        if spec.name == "slow":
-            answers.wait(60)
-
-    monkeypatch.setattr(roots, "check_data", check)
-    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
-
-    async def body():
-        assert await scheduler._round() and placed == []
-        monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
-        await until_placed(scheduler, placed, fine)
-        assert job_now(store, slow).reason == "data_silent"
-        answers.set()
-        await until_none_waits(scheduler)
-
-    try:
-        asyncio.run(body())
-    finally:
-        answers.set()
-    assert placed == [fine.id, slow.id]
-
-
-def test_unresponsive_data_delays_the_queue_one_turn_for_a_whole_sweep(store, submit, cluster, monkeypatch):
-    """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
-    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
-    sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
-    beside, fine = submit(data={"source": "text", "paths": ["/away/b"]}), submit()
+@pytest.fixture
+def silent(store, cluster, monkeypatch):
+    """A file system that does not answer for `paths` until `answers` is set, what was looked at there, a scheduler, and
+    the jobs that it has placed."""
     answers, looked, placed = threading.Event(), [], []
 
     def check(spec):
@@ -76,53 +51,50 @@ def test_unresponsive_data_delays_the_queue_one_turn_for_a_whole_sweep(store, su
             looked.append(spec.data.paths)
             answers.wait(60)
 
+    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(roots, "check_data", check)
     scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
-
-    async def body():
-        await scheduler._round()
-        assert placed == [], "the first one has its turn"
-        look = scheduler._data_checks._under_way[sweep[0].id]
-        look.began -= data_checks.TURN_SECONDS
-        await until_placed(scheduler, placed, fine)
-        await reached(lambda: len(looked) >= 2)
-        assert sorted(looked) == [("/away/a",), ("/away/b",)]
-        assert {job_now(store, each).reason for each in (*sweep, beside)} == {"data_silent"}
-        answers.set()
-        await until_none_waits(scheduler)
-
-    try:
-        asyncio.run(body())
-    finally:
-        answers.set()
-    assert sorted(placed[1:]) == sorted(each.id for each in (*sweep, beside))
+    yield SimpleNamespace(answers=answers, looked=looked, placed=placed, scheduler=scheduler)
+    answers.set()
 
 
-def test_unresponsive_data_on_the_nodes_delays_only_its_own_job(store, submit, cluster, monkeypatch):
+@pytest.mark.parametrize("is_remote", [False, True])
+async def test_unresponsive_data_delays_its_job_and_briefly_the_queue(
+    store, submit, silent, cluster, monkeypatch, is_remote
+):
     """What a node is asked may take a minute, and the next node is asked then."""
-    cluster.is_remote = True
-    monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.01)
-    slow, fine = submit(name="slow", data=AWAY), submit(name="fine")
-    answers, placed = asyncio.Event(), []
+    slow, fine, node_answers = submit(data=AWAY), submit(), asyncio.Event()
 
     async def problem(spec, folders):
-        if spec["name"] == "slow":
-            await answers.wait()
+        if spec["data"]["paths"]:
+            await node_answers.wait()
 
-    cluster.daemons.problem_of_data = problem
-    scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
+    cluster.is_remote, cluster.daemons.problem_of_data = is_remote, problem
+    assert await silent.scheduler._round() and silent.placed == []
+    monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
+    await until_placed(silent.scheduler, silent.placed, fine)
+    assert job_now(store, slow).reason == "data_silent"
+    silent.answers.set()
+    node_answers.set()
+    await until_none_waits(silent.scheduler)
+    assert silent.placed == [fine.id, slow.id]
 
-    async def body():
-        async with asyncio.timeout(60):
-            assert await scheduler._round() and placed == []
-            monkeypatch.setattr(data_checks, "TURN_SECONDS", 0.0)
-            await until_placed(scheduler, placed, fine)
-            answers.set()
-            while await scheduler._round():
-                await asyncio.sleep(0.001)
 
-    asyncio.run(body())
-    assert placed == [fine.id, slow.id]
+async def test_unresponsive_data_delays_the_queue_one_turn_for_a_whole_sweep(store, submit, silent):
+    """A sweep on a file system that hangs: one look at the same files is enough, and other files there get a moment."""
+    sweep = [submit(data={"source": "text", "paths": ["/away/a"]}) for _ in range(3)]
+    beside, fine = submit(data={"source": "text", "paths": ["/away/b"]}), submit()
+    await silent.scheduler._round()
+    assert silent.placed == [], "the first one has its turn"
+    look = silent.scheduler._data_checks._under_way[sweep[0].id]
+    look.began -= data_checks.TURN_SECONDS
+    await until_placed(silent.scheduler, silent.placed, fine)
+    await reached(lambda: len(silent.looked) >= 2)
+    assert sorted(silent.looked) == [("/away/a",), ("/away/b",)]
+    assert {job_now(store, each).reason for each in (*sweep, beside)} == {"data_silent"}
+    silent.answers.set()
+    await until_none_waits(silent.scheduler)
+    assert sorted(silent.placed[1:]) == sorted(each.id for each in (*sweep, beside))
 
 
 def test_corpus_is_checked_on_the_nodes_where_ranks_will_run(store, submit, look, cluster):

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -133,8 +134,7 @@ def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store
     assert reads() == 1
     has(nodes, 2)
     assert not asyncio.run(scheduler._round())
-    with store.read() as session:
-        assert jobs.get(session, job).state == "STARTING"
+    assert store.query(jobs.get, job).state == "STARTING"
 
 
 def test_elastic_job_starts_with_as_many_replicas_as_fit(store, submit, look, nodes):
@@ -204,17 +204,14 @@ def test_paused_job_is_not_scheduled(store, submit, look):
     assert look() == [(waiting.id, 1)]
 
 
-def test_scheduler_looks_at_the_queue_again_after_an_error_of_ray(store, cluster, nodes, submit):
-    async def body():
-        placed = asyncio.Event()
-        scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
-        running = asyncio.create_task(scheduler.run())
-        await placed.wait()
-        running.cancel()
-
+async def test_scheduler_looks_at_the_queue_again_after_an_error_of_ray(store, cluster, nodes, submit):
     nodes.error = ClusterUnavailable(OSError())
     submit()
-    asyncio.run(asyncio.wait_for(body(), 60))
+    placed = asyncio.Event()
+    scheduler = Scheduler(store, cluster, lambda job, generation: placed.set())
+    running = asyncio.create_task(scheduler.run())
+    await placed.wait()
+    running.cancel()
 
 
 def test_job_waiting_for_gpus_reports_insufficient_gpus(store, submit, look, nodes):
@@ -306,23 +303,15 @@ def test_scheduler_with_waiting_jobs_runs_periodically(rounds, monkeypatch):
 
 def test_database_error_stops_the_scheduling_round_without_blaming_a_job(store, submit, look, monkeypatch):
     """Those behind it would fare no better: the whole queue is looked at again."""
-
-    async def locked():
-        raise OSError("the disk is full")
-
     submit()
-    monkeypatch.setattr(store, "until_certain", locked)
+    monkeypatch.setattr(store, "until_certain", AsyncMock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="the disk is full"):
         look()
 
 
 def test_scheduler_whose_lease_is_lost_ends(store, submit, cluster, monkeypatch):
     scheduler = Scheduler(store, cluster, lambda job, generation: None)
-
-    async def lost():
-        raise LeaseLost("housekeeping")
-
-    monkeypatch.setattr(store, "until_certain", lost)
+    monkeypatch.setattr(store, "until_certain", AsyncMock(side_effect=LeaseLost("housekeeping")))
     submit()
     with pytest.raises(LeaseLost):
         asyncio.run(asyncio.wait_for(scheduler.run(), 10))
@@ -343,11 +332,7 @@ def test_accelerator_auto_is_decided_when_a_job_is_first_placed(store, submit, l
     look()
     assert [job_now(store, each).spec["resources"]["accelerator"] for each in (job, named)] == ["cpu", "cpu"]
     assert "resources" not in job_now(store, job).submitted
-
-    async def has_gpus():
-        return True
-
-    monkeypatch.setattr(cluster.nodes, "has_gpus", has_gpus)
+    monkeypatch.setattr(cluster.nodes, "has_gpus", AsyncMock(return_value=True))
     assert stored_spec(job_now(store, job)).spec.resources.accelerator == "cpu"
     later = submit()
     look()

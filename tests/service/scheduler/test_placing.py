@@ -1,13 +1,13 @@
 """What becomes of a job while it is placed, and who has it then."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.control.scheduler import PLACEMENT_SECONDS, Scheduler
-from manta.service.states import JobState
-from manta.service.store import generations, leases, pauses_and_retries
+from manta.service.store import generations, jobs, leases, pauses_and_retries
 from tests.service.support.queue import cancel, job_now, owned_by
 
 
@@ -20,85 +20,60 @@ def test_job_is_marked_as_being_placed_until_it_has_an_owner(store, submit, clus
     assert (seen, looking.placing) == ([{job.id}], set())
 
 
-def test_job_without_a_placement_stays_queued(store, submit, look, cluster):
-    def refuse():
-        raise NotPlaced("not in time")
+def refuse(cluster, error=None, meanwhile=lambda: None):
+    """Give no placement any more, after `meanwhile` has happened; by default for want of room."""
 
-    cluster.groups.refuse = refuse
+    def refused():
+        meanwhile()
+        raise error or NotPlaced("not in time")
+
+    cluster.groups.refuse = refused
+
+
+@pytest.mark.parametrize(("error", "why"), [
+    (None, "not in time"), (OSError("nobody expected this"), "nobody expected this"),
+])  # fmt: skip
+def test_job_without_a_placement_stays_queued_and_says_why(store, submit, look, cluster, error, why):
+    refuse(cluster, error)
     job = submit()
     assert look() == []
-    assert job_now(store, job).state == "QUEUED"
+    stored = job_now(store, job)
+    assert (stored.state, stored.reason, stored.message) == ("QUEUED", "insufficient_slots", why)
+
+
+def test_failed_gpu_placement_reports_insufficient_gpus(store, submit, look, cluster, nodes):
+    nodes.accelerated = {"node": (2, 2)}
+    refuse(cluster)
+    job = submit()
+    look()
+    assert job_now(store, job).reason == "insufficient_gpus"
 
 
 def test_job_that_got_no_placement_in_time_keeps_its_turn(submit, look, cluster):
-    def refuse():
-        cluster.groups.refuse = lambda: None
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
+    refuse(cluster, meanwhile=lambda: setattr(cluster.groups, "refuse", lambda: None))
     large, small = submit(parallel={"tensor": 2}), submit()
     assert look() == []
     assert [job for job, _ in look()] == [large.id, small.id]
 
 
-def test_job_whose_placement_raises_stays_queued(store, submit, look, cluster):
-    def refuse():
-        raise OSError("nobody expected this")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    assert look() == []
-    assert job_now(store, job).state == "QUEUED"
-
-
 @pytest.mark.parametrize("refused", [False, True])
-def test_job_cancelled_during_placement_gets_an_owner_that_ends_it(store, submit, look, refused, cluster):
+@pytest.mark.parametrize(("change", "state"), [
+    (jobs.request_cancel, "CANCELLING"), (pauses_and_retries.request_pause, "PAUSING"),
+])  # fmt: skip
+def test_job_ended_or_paused_during_placement_gets_an_owner_for_that(
+    store, submit, look, refused, cluster, change, state
+):
     job = submit()
 
-    def cancel_meanwhile():
-        cancel(store, job)
-        if refused:
-            raise NotPlaced("not in time")
+    def meanwhile():
+        store.write(lambda session: change(session, job.id))
 
-    cluster.groups.refuse = cancel_meanwhile
+    if refused:
+        refuse(cluster, meanwhile=meanwhile)
+    else:
+        cluster.groups.refuse = meanwhile
     assert look() == [(job.id, 1)]
-    assert job_now(store, job).state == JobState.CANCELLING
-
-
-@pytest.mark.parametrize("refused", [False, True])
-def test_job_paused_during_placement_gets_an_owner_that_releases_the_places(store, submit, look, refused, cluster):
-    job = submit()
-
-    def pause_meanwhile():
-        store.write(lambda session: pauses_and_retries.request_pause(session, job.id))
-        if refused:
-            raise NotPlaced("not in time")
-
-    cluster.groups.refuse = pause_meanwhile
-    assert look() == [(job.id, 1)]
-    assert job_now(store, job).state == JobState.PAUSING
-
-
-def test_failure_to_place_says_why_the_job_waits(store, submit, look, cluster):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
-    job = submit()
-    look()
-    stored = job_now(store, job)
-    assert (stored.reason, stored.message) == ("insufficient_slots", "not in time")
-
-
-def test_failed_gpu_placement_reports_insufficient_gpus(store, submit, look, cluster, nodes):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    nodes.accelerated = {"node": (2, 2)}
-    cluster.groups.refuse = refuse
-    job = submit()
-    look()
-    assert job_now(store, job).reason == "insufficient_gpus"
+    assert job_now(store, job).state == state
 
 
 @pytest.fixture
@@ -128,10 +103,7 @@ def test_job_is_leased_before_it_is_handed_to_its_owner(store, submit, look_hold
 def test_job_without_a_placement_releases_its_lease_and_can_be_placed_later(
     store, submit, look_holding, own_leases, cluster
 ):
-    def refuse():
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = refuse
+    refuse(cluster)
     job = submit()
     assert look_holding() == []
     assert own_leases.of(job.id) is None
@@ -142,12 +114,7 @@ def test_job_without_a_placement_releases_its_lease_and_can_be_placed_later(
 
 def test_job_cancelled_during_a_failed_placement_stays_leased_for_its_owner(store, submit, look_holding, cluster):
     job = submit()
-
-    def cancel_meanwhile():
-        cancel(store, job)
-        raise NotPlaced("not in time")
-
-    cluster.groups.refuse = cancel_meanwhile
+    refuse(cluster, meanwhile=lambda: cancel(store, job))
     assert look_holding() == [(job.id, 1, True)]
     assert owned_by(store, "me") == {job.id}
 
@@ -177,14 +144,11 @@ def test_job_that_has_run_before_is_placed_under_the_number_of_its_next_generati
 def test_places_are_of_the_unit_that_the_job_takes_and_are_waited_for_a_while(
     store, submit, look, cluster, monkeypatch
 ):
-    async def yes():
-        return True
-
     async def acquire(job, generation, layout, unit, timeout, avoid=()):
         asked.append((unit, timeout, layout.tensor))
 
     asked = []
-    monkeypatch.setattr(cluster.nodes, "has_gpus", yes)
+    monkeypatch.setattr(cluster.nodes, "has_gpus", AsyncMock(return_value=True))
     monkeypatch.setattr(cluster.groups, "acquire", acquire)
     submit(parallel={"tensor": 2})
     submit(resources={"accelerator": "cpu"})

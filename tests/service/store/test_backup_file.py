@@ -5,6 +5,7 @@ import os
 import sqlite3
 import time
 from contextlib import closing
+from unittest.mock import Mock
 
 import pytest
 from sqlalchemy import create_engine, select
@@ -12,8 +13,6 @@ from sqlalchemy import create_engine, select
 from manta.service.states import JobState
 from manta.service.store import (
     Store,
-    StoreOfNewerRelease,
-    StoreUnusable,
     backup_file,
     events,
     generations,
@@ -31,6 +30,7 @@ from manta.service.store.backup_file import (
     back_up,
     restore,
 )
+from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.installation_tables import ControlPlaneRow, Lease
 from manta.service.store.tables import Base, Job
 
@@ -114,12 +114,9 @@ def journal_of(file):
 
 
 def test_failed_database_backup_leaves_no_file(store, tmp_path, monkeypatch):
-    def full(*arguments):
-        raise sqlite3.OperationalError("database or disk is full")
-
     (tmp_path / "kept").mkdir()
     for name in ("copy_to", "_copy_rows"):
-        monkeypatch.setattr(backup_file, name, full)
+        monkeypatch.setattr(backup_file, name, Mock(side_effect=sqlite3.OperationalError("database or disk is full")))
     with pytest.raises(StoreUnusable, match="disk is full"):
         back_up(store, tmp_path / "kept" / "backup.db")
     assert not list((tmp_path / "kept").iterdir())

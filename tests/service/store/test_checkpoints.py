@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from manta.service.store import InvalidCursor, checkpoints, generations
+from manta.service.store import checkpoints, generations
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.paging import Cursors
 from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 
@@ -20,8 +21,7 @@ def save(store, job, step, generation=1, size=100):
 
 
 def newest(store, job):
-    with store.read() as session:
-        return next(iter(checkpoints.complete_ones(session, job.id)), None)
+    return next(iter(store.query(checkpoints.complete_ones, job.id)), None)
 
 
 def test_job_resumes_from_its_newest_complete_checkpoint(store, started):
@@ -40,9 +40,8 @@ def test_job_resumes_from_its_newest_complete_checkpoint(store, started):
 def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_steps(store, started):
     save(store, started, 100)
     last = save(store, started, 50, generation=2)
-    with store.read() as session:
-        assert checkpoints.newest(session, started.id).id == last
-        assert checkpoints.kept_because(session, started)[last].startswith("it is the newest")
+    assert store.query(checkpoints.newest, started.id).id == last
+    assert store.query(checkpoints.kept_because, started)[last].startswith("it is the newest")
 
 
 def test_failed_save_of_a_step_becomes_complete_when_repeated(store, started):
@@ -71,8 +70,7 @@ def test_checkpoint_pages_list_the_highest_step_first(store, started):
     save(store, started, 100, generation=2)
     seen, cursor = [], None
     while True:
-        with store.read() as session:
-            page = checkpoints.page(session, started.id, limit=1, cursor=cursor)
+        page = store.query(checkpoints.page, started.id, limit=1, cursor=cursor)
         seen += [(row.step, row.generation) for row in page.items]
         cursor = page.next_cursor
         if cursor is None:
@@ -142,9 +140,8 @@ def test_checkpoints_unknown_to_a_restored_database_are_found_on_disk(store, sta
     assert reconciled(store, started, *there, on_disk(250, Condition.UNKNOWN)) == {
         50: "complete", 100: "complete", 150: "complete", 200: "complete"
     }  # fmt: skip
-    with store.read() as session:
-        found = checkpoints.find(session, started.id, 1, 200)
-        assert checkpoints.newest(session, started.id).id == found.id
+    found = store.query(checkpoints.find, started.id, 1, 200)
+    assert store.query(checkpoints.newest, started.id).id == found.id
     assert (found.path, found.bytes, found.completed_at) == ("/x/step-00000200-generation-1", 7, None)
     assert reconciled(store, started, *there)[200] == "complete"
     assert reconciled(store, started, *there[:3])[200] == "deleted"
@@ -161,8 +158,7 @@ def test_reconciling_ignores_folders_with_names_that_no_save_gives(store, starte
         50: "complete",
         2**63 - 1: "complete",
     }
-    with store.read() as session:
-        assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
+    assert store.query(checkpoints.find, started.id, 1, 50).path == "/x/step-00000050-generation-1"
 
 
 def test_failed_save_that_is_found_whole_on_disk_is_complete(store, started, rows):
@@ -179,8 +175,7 @@ def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
 def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/old"))
     assert store.write(lambda session: checkpoints.complete(session, first.id, 100))
-    with store.read() as session:
-        done = checkpoints.find(session, started.id, 1, 50)
+    done = store.query(checkpoints.find, started.id, 1, 50)
     assert done.completed_at >= done.created_at
     again = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/new"))
     assert (again.id, again.state, again.path) == (first.id, "saving", "/new")
@@ -190,8 +185,7 @@ def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started
 
 def test_repeated_save_can_be_told_from_the_one_under_way_before(store, started):
     def under_way():
-        with store.read() as session:
-            return checkpoints.under_way(session, started.id)
+        return store.query(checkpoints.under_way, started.id)
 
     save(store, started, 40)
     assert under_way() == []

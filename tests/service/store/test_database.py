@@ -1,7 +1,10 @@
-"""The database has one writer, consistent readers, and migrations that go both ways."""
+"""The database has one writer, consistent readers, an address, types of its own, and migrations that go both ways."""
 
 import asyncio
+import math
 import threading
+from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -9,9 +12,12 @@ from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
 from manta.service.states import JobState
-from manta.service.store import Store, StoreOfNewerRelease, StoreUnusable, events, installation_tables, job_rows, jobs
-from manta.service.store.database import OLDEST_READER, newest_revision
+from manta.service.store import Store, events, installation_tables, job_rows, jobs
+from manta.service.store.database import OLDEST_READER, WriteQueue, newest_revision
+from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
+from manta.service.store.location import InvalidDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
 from manta.service.store.tables import Base
+from manta.service.store.types import Document, storable
 
 TABLES = {
     "api_keys", "audit", "browser_tokens", "checkpoints", "compatibility", "control_planes", "deleted_jobs", "events",
@@ -46,8 +52,7 @@ def test_the_newest_revision_is_the_one_that_migrations_end_at(store):
 def test_second_migration_of_a_database_keeps_its_jobs(store, submit):
     job = submit()
     store.migrate()
-    with store.read() as session:
-        assert jobs.get(session, job.id).name == "small"
+    assert store.query(jobs.get, job.id).name == "small"
 
 
 @pytest.mark.parametrize("revision", ["0005", "0007", "0017"])
@@ -96,8 +101,7 @@ def test_failed_write_operation_is_rolled_back(store, submit):
 
     with pytest.raises(KeyError, match="halfway"):
         store.write(half)
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == "QUEUED"
+    assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
 def test_all_database_writes_run_in_one_background_thread(store):
@@ -116,17 +120,13 @@ def test_a_write_inside_a_write_is_an_error_instead_of_a_deadlock(store):
         store.write(lambda session: store.write(lambda inner: None))
 
 
-def test_write_async_does_not_block_the_event_loop(store):
+async def test_write_async_does_not_block_the_event_loop(store):
     release = threading.Event()
-
-    async def main():
-        writing = asyncio.create_task(store.write_async(lambda session: release.wait(60)))
-        await asyncio.sleep(0)
-        assert not writing.done()
-        release.set()  # reached only if the loop was not blocked by the write
-        return await writing
-
-    assert asyncio.run(main()) is True
+    writing = asyncio.create_task(store.write_async(lambda session: release.wait(60)))
+    await asyncio.sleep(0)
+    assert not writing.done()
+    release.set()  # reached only if the loop was not blocked by the write
+    assert await writing is True
 
 
 def test_database_read_session_does_not_see_later_writes(store, submit):
@@ -140,8 +140,7 @@ def test_database_read_session_does_not_see_later_writes(store, submit):
 def test_database_rows_stay_readable_after_their_session(store, submit):
     job = submit()
     assert job.spec["train"]["steps"] == job.steps == 10
-    with store.read() as session:
-        read = jobs.get(session, job.id)
+    read = store.query(jobs.get, job.id)
     assert (read.id, read.metrics, read.report_cursor) == (job.id, {}, {})
 
 
@@ -198,3 +197,123 @@ def test_many_readers_do_not_keep_the_writer_waiting(store, submit):
     assert submit().state == "QUEUED"
     for session in sessions:
         session.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["postgresql://me:secret@there/manta", "postgres://me@there/manta", "postgresql+psycopg://there/manta"]
+)
+def test_postgresql_url_selects_the_psycopg_driver(text):
+    url = parse_url(text)
+    assert (url.drivername, url.database, file_of(url)) == ("postgresql+psycopg", "manta", None)
+
+
+def test_sqlite_url_of_a_file_with_special_characters_reads_back_the_same(tmp_path):
+    file = tmp_path / "a b?c#d%41@:" / "manta.db"
+    assert file_of(parse_url(sqlite_url(file))) == file
+
+
+def test_database_is_in_the_home_unless_a_url_is_given():
+    assert url_in(Path("/home/me"), None) == "sqlite:////home/me/manta.db"
+    assert url_in(Path("/home/me"), "postgresql://there/manta") == "postgresql://there/manta"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("secret", "cannot be read"),
+        ("postgresql://me:secret@there:port/manta", "cannot be read"),
+        ("mysql://me:secret@there/manta", "begins with 'mysql', a kind of database"),
+        ("postgresql+asyncpg://me:secret@there/manta", "begins with 'postgresql+asyncpg'"),
+        ("postgresql://me:secret@there", "names no database"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///:memory:", "names no file"),
+        ("sqlite:///manta.db", "names a file by a relative path"),
+    ],
+)
+def test_bad_database_url_is_refused_without_showing_its_secrets(text, problem):
+    with pytest.raises(InvalidDatabaseUrl) as caught:
+        parse_url(text)
+    assert f"the database's URL {problem}" in str(caught.value)
+    assert "secret" not in str(caught.value)
+    assert "secret" not in str(caught.value.__cause__) and caught.value.__suppress_context__ in (True, False)
+
+
+def test_password_anywhere_in_a_database_url_is_not_shown():
+    text = "postgresql://me:secret@there:1/manta?password=secret&sslpassword=secret&host=/run"
+    assert shown(parse_url(text)) == "postgresql://me:***@there:1/manta?host=%2Frun"
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ({"text": "a\0b"}, {"text": "a\\x00b"}),
+        ({"a\0": 1}, {"a\\x00": 1}),
+        ({"text": "\ud83d"}, {"text": "\\ud83d"}),
+        ({"text": "\U0001f600 \\u0000"}, {"text": "\U0001f600 \\u0000"}),
+        ({"list": [math.nan, -math.inf, 1e308]}, {"list": ["nan", "-inf", 1e308]}),
+        ({"plain": ["ü", 1, 2.5, None, True]}, {"plain": ["ü", 1, 2.5, None, True]}),
+    ],
+)
+def test_documents_come_back_with_all_that_a_database_takes(store, submit, given, stored):
+    job = submit()
+
+    def change(session):
+        jobs.get(session, job.id).waiting_for = given
+
+    store.write(change)
+    assert store.query(jobs.get, job.id).waiting_for == stored
+    assert storable(stored) == stored
+
+
+def test_document_that_needs_no_change_is_stored_without_a_copy(store):
+    plain = {"a": [1, "text"]}
+    assert Document().process_bind_param(plain, store.engine.dialect) is plain
+
+
+class Clock:
+    """Stands until it is moved."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_writes_count_as_waiting_until_they_succeed_or_fail(store: Store):
+    before, _ = store.writes.done
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(session):
+        begun.set()
+        assert go_on.wait(60)
+        raise ValueError
+
+    store.write_later(slow)
+    assert begun.wait(60)
+    store.fenced(AnyFence()).write_later(lambda session: None)
+    assert store.writes.length == 2
+    assert store.writes.oldest_seconds > 0
+    counted = store._submit(lambda session: (store.writes.length, store.writes.done[0]))
+    go_on.set()
+    assert counted.result(60) == (1, before + 2)
+
+
+class AnyFence:
+    """Lets everybody write."""
+
+    def check(self, session):
+        pass
+
+
+def test_time_of_a_write_begins_when_it_is_asked_for():
+    clock, first, second = Clock(), Future(), Future()
+    writes = WriteQueue(clock)
+    writes.add(first)
+    clock.now = 2
+    writes.add(second)
+    clock.now = 3
+    assert writes.oldest_seconds == 3
+    first.set_result(None)
+    assert (writes.oldest_seconds, writes.done) == (1, (1, 3))
+    second.set_exception(ValueError())
+    assert writes.done == (2, 4)

@@ -8,10 +8,6 @@ from sqlalchemy import delete, func, select
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import (
-    JobBeingDeleted,
-    JobBeingExported,
-    JobNotFinal,
-    JobNotFound,
     checkpoints,
     deletion,
     events,
@@ -25,6 +21,7 @@ from manta.service.store import (
     recoveries,
     trace_requests,
 )
+from manta.service.store.errors import JobBeingDeleted, JobBeingExported, JobNotFinal, JobNotFound
 from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed
@@ -115,8 +112,7 @@ def test_job_is_not_deleted_while_its_weights_are_exported(store, two, monkeypat
     monkeypatch.setattr(time, "time", lambda: ahead)  # of another machine, which asks
     with pytest.raises(JobBeingExported, match="once that is done"):
         store.write(lambda session: deletion.begin(session, job_id))
-    with store.read() as session:
-        assert jobs.get(session, job_id).deletion_began_at is None
+    assert store.query(jobs.get, job_id).deletion_began_at is None
     store.write(lambda session: exports.end(session, export, None))
     store.write(lambda session: deletion.begin(session, job_id))
     with pytest.raises(JobBeingDeleted):
@@ -130,8 +126,7 @@ def test_unfinished_job_cannot_be_deleted(store, two, submit, retried):
         store.write(lambda session: pauses_and_retries.request_retry(session, job_id))
     with pytest.raises(JobNotFinal, match=f"is QUEUED.*manta cancel {job_id}"):
         store.write(lambda session: deletion.begin(session, job_id))
-    with store.read() as session:
-        assert jobs.get(session, job_id).deletion_began_at is None
+    assert store.query(jobs.get, job_id).deletion_began_at is None
 
 
 def test_metrics_of_the_deleted_job_alone_are_removed_in_parts(store, two, monkeypatch):

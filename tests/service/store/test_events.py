@@ -4,7 +4,8 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.orm import Session
 
-from manta.service.store import InvalidCursor, events, jobs
+from manta.service.store import events, jobs
+from manta.service.store.errors import InvalidCursor
 from manta.service.store.paging import MAX_INTEGER
 
 
@@ -15,8 +16,7 @@ def test_pages_of_events_continue_after_an_id_and_hold_one_job(store, submit):
         store.write(lambda session: events.append(session, other.id, "noise", "noise"))
     seen, after = [], 0
     while True:
-        with store.read() as session:
-            page = events.page(session, job.id, after, limit=2)
+        page = store.query(events.page, job.id, after, limit=2)
         seen += [event.message for event in page.items]
         if page.next_cursor is None:
             break
@@ -30,8 +30,7 @@ def test_event_is_stored_with_all_its_fields(store, submit):
     event_id = store.write(
         lambda session: events.append(session, job.id, "odd", "odd", generation=2, rank=3, step=4, data=data, at=5.5)
     )
-    with store.read() as session:
-        stored = events.page(session, job.id, event_id - 1).items[0]
+    stored = store.query(events.page, job.id, event_id - 1).items[0]
     assert (stored.generation, stored.rank, stored.step, stored.time) == (2, 3, 4, 5.5)
     assert stored.data == {"loss": "nan", "ranks": [1, 2]}
 
@@ -49,16 +48,14 @@ def test_event_data_of_one_type_and_job_is_found_in_order(store, submit):
         tell(job, "rolled_back", 4),
     ]
     assert ids == sorted(ids)
-    with store.read() as session:
-        assert events.data_of(session, job.id, "rolled_back") == [{"to": 1}, {"to": 4}]
+    assert store.query(events.data_of, job.id, "rolled_back") == [{"to": 1}, {"to": 4}]
 
 
 def test_said_since_finds_a_message_only_after_the_last_event_of_another_type(store, submit):
     job, other = submit(), submit()
 
     def said(text, since="first_step"):
-        with store.read() as session:
-            return events.has_event_since(session, job.id, "held", text, since)
+        return store.query(events.has_event_since, job.id, "held", text, since)
 
     def tell(kind, text, of=job):
         store.write(lambda session: events.append(session, of.id, kind, text))
@@ -76,8 +73,7 @@ def test_said_since_finds_a_message_only_after_the_last_event_of_another_type(st
 
 
 def test_newest_event_ids_are_known_by_job_and_overall(store, submit):
-    with store.read() as session:
-        assert events.newest(session) == 0
+    assert store.query(events.newest) == 0
     job, other = submit(), submit()
     seen = store.write(lambda session: events.append(session, job.id, "tick", "a"))
     last = store.write(lambda session: events.append(session, other.id, "tick", "b"))

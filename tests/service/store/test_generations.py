@@ -1,9 +1,12 @@
-"""Generations fence: what an older start of the gang says is refused, whatever it says."""
+"""Generations, and the recoveries that begin some of them."""
+
+from types import SimpleNamespace
 
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, checkpoints, generations, jobs, metrics, ranks
+from manta.service.store import checkpoints, generations, jobs, metrics, ranks, recoveries
+from manta.service.store.errors import JobNotFound
 from manta.service.store.generations import TrainedStep
 
 
@@ -13,9 +16,8 @@ def begin(store, job, restart=False):
 
 def test_generations_count_up_and_only_recoveries_count_as_restarts(store, started):
     assert [begin(store, started), begin(store, started, restart=True)] == [1, 2]
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        first, second = generations.of_job(session, started.id)
+    job = store.query(jobs.get, started.id)
+    first, second = store.query(generations.of_job, started.id)
     assert (job.generation, job.restarts) == (2, 1)
     assert first.ended_at is not None and second.ended_at is None
 
@@ -25,8 +27,7 @@ def test_training_of_a_generation_lasts_until_the_latest_of_its_reports(store, s
     for at in (12.0, 20.0, 15.0):  # a rank whose clock was set back, or a copy by a peer
         trained = TrainedStep.of({"wall": 1.0}, at)
         store.write(lambda session, trained=trained: generations.add_training(session, started.id, number, trained))
-    with store.read() as session:
-        (row,) = generations.of_job(session, started.id)
+    (row,) = store.query(generations.of_job, started.id)
     assert (row.trained_from, row.trained_until, row.committed_steps) == (11.0, 20.0, 3)
 
 
@@ -37,10 +38,9 @@ def test_a_generation_begins_in_the_same_transaction_as_a_transition(store, star
         return generations.begin(session, started.id, "rank_died", True, "snapshot", 7)
 
     assert store.write(recover) == 1
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        assert (job.state, job.reason, job.generation) == ("RECOVERING", "rank_died", 1)
-        assert generations.of_job(session, started.id)[0].resume_step == 7
+    job = store.query(jobs.get, started.id)
+    assert (job.state, job.reason, job.generation) == ("RECOVERING", "rank_died", 1)
+    assert store.query(generations.of_job, started.id)[0].resume_step == 7
 
 
 def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
@@ -48,8 +48,7 @@ def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
     for at in (5.0, 6.0):
         store.write(lambda session, at=at: generations.mark_first_step(session, started.id, number, at))
         store.write(lambda session, at=at: generations.end(session, started.id, number, at))
-    with store.read() as session:
-        row = generations.of_job(session, started.id)[0]
+    row = store.query(generations.of_job, started.id)[0]
     assert (row.first_step_at, row.ended_at) == (5.0, 5.0)
 
 
@@ -68,10 +67,9 @@ def test_reports_and_checkpoints_of_an_older_generation_are_refused(store, start
         )
 
     assert store.write(late) == (0, False, None, False)
-    with store.read() as session:
-        job = jobs.get(session, started.id)
-        assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
-        assert ranks.of_job(session, started.id)[0].state == "starting"
+    job = store.query(jobs.get, started.id)
+    assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
+    assert store.query(ranks.of_job, started.id)[0].state == "starting"
 
 
 def test_a_new_generation_takes_reports_numbered_from_one_again(store, started):
@@ -93,8 +91,7 @@ def test_ranks_are_replaced_as_a_whole(store, started):
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 1, "running", pid=41))
     assert not store.write(lambda session: ranks.set_state(session, started.id, 2, 3, "running"))
     assert store.write(lambda session: ranks.set_state(session, started.id, 2, 0, "exited"))
-    with store.read() as session:
-        listed = ranks.of_job(session, started.id)
+    listed = store.query(ranks.of_job, started.id)
     assert [(row.rank, row.state, row.pid) for row in listed] == [(0, "exited", None), (1, "running", 41)]
     store.write(lambda session: ranks.end_all(session, started.id))
     with store.read() as session:
@@ -108,3 +105,14 @@ def test_generation_of_an_unknown_job_is_refused(store):
 
 def test_first_step_of_a_generation_that_never_began_is_refused(store, started):
     assert not store.write(lambda session: generations.mark_first_step(session, started.id, 1))
+
+
+def test_recovery_times_are_those_of_the_last_rank_and_fixed_by_the_first_step():
+    row = SimpleNamespace(first_step_at=None, connected_at=None, restored_at=None)
+    session = SimpleNamespace(get=lambda table, key: row)
+    for connected_at, restored_at in ((5.0, None), (3.0, 9.0), (4.0, 8.0)):
+        recoveries.record_latest(session, "job", 2, connected_at=connected_at, restored_at=restored_at)
+    assert (row.connected_at, row.restored_at) == (5.0, 9.0)
+    row.first_step_at = 10.0
+    recoveries.record_latest(session, "job", 2, restored_at=11.0)
+    assert row.restored_at == 9.0

@@ -35,8 +35,7 @@ def made(store: Store, *states: JobState, reason: str | None = None, **place: st
 
 
 def numbers(store: Store, now: float | None = None, bound: str | None = None):
-    with store.read() as session:
-        return job_numbers.read(session, time.time() if now is None else now, bound)
+    return store.query(job_numbers.read, time.time() if now is None else now, bound)
 
 
 def queries_of(store: Store) -> int:
@@ -145,8 +144,7 @@ def test_failures_of_the_last_hour_are_counted_by_reason(store):
 def test_queued_since_is_when_the_longest_waiting_job_was_queued(store):
     first = made(store)
     made(store)
-    with store.read() as session:
-        began = jobs.get(session, first).created_at
+    began = store.query(jobs.get, first).created_at
     assert numbers(store).queued_since == pytest.approx(began)
     store.write(lambda session: jobs.transition(session, first, JobState.STARTING))
     assert numbers(store).queued_since > began

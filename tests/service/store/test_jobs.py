@@ -1,4 +1,4 @@
-"""Jobs: submitted once, listed newest first, moved along the edges of the state machine only."""
+"""Jobs: submitted once, edited, listed newest first, moved along the edges of the state machine only."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,7 +9,8 @@ from sqlalchemy import event, text
 
 from manta.service.ids import is_job_id, next_job_id
 from manta.service.states import JobState
-from manta.service.store import IdempotencyConflict, IllegalTransition, JobNotFound, edits, events, generations, jobs
+from manta.service.store import edits, events, generations, jobs
+from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobChanged, JobNotFound
 from manta.service.store.tables import Job
 
 times = st.floats(min_value=1_800_000_000, max_value=3_000_000_000)
@@ -93,8 +94,7 @@ def test_event_of_a_state_change_has_generation_and_step(store, started):
 
     store.write(reach)
     store.write(lambda session: jobs.transition(session, started.id, JobState.RUNNING))
-    with store.read() as session:
-        last = events.page(session, started.id).items[-1]
+    last = store.query(events.page, started.id).items[-1]
     assert (last.generation, last.step) == (1, 7)
 
 
@@ -107,8 +107,7 @@ def test_state_change_clears_the_reason_of_the_state_before(store, started):
 def test_requested_size_is_stored_and_reported_as_an_event(store, submit):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1})
     assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
-    with store.read() as session:
-        last = events.page(session, job.id).items[-1]
+    last = store.query(events.page, job.id).items[-1]
     assert (last.type, last.data, last.message) == (
         "resize_requested", {"data": 1}, "the user asked for 1 replica"
     )  # fmt: skip
@@ -118,8 +117,7 @@ def test_illegal_state_transition_is_refused_and_leaves_the_job_unchanged(store,
     job = submit()
     with pytest.raises(IllegalTransition, match="QUEUED"):
         store.write(lambda session: jobs.transition(session, job.id, JobState.RUNNING))
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == "QUEUED"
+    assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
 def test_requeued_job_keeps_the_time_of_its_first_start(store, started):
@@ -165,8 +163,7 @@ def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkey
     def queue(before):
         asked.clear()
         event.listen(store.database.readers, "before_cursor_execute", note)
-        with store.read() as session:
-            read = jobs.queued(session, before)
+        read = store.query(jobs.queued, before)
         event.remove(store.database.readers, "before_cursor_execute", note)
         return read
 
@@ -196,8 +193,7 @@ def test_a_waiting_job_says_what_it_lacks_until_it_starts(store, submit):
 
 def test_jobs_are_counted_by_state(store, submit, started):
     submit()
-    with store.read() as session:
-        counts = jobs.count_by_state(session)
+    counts = store.query(jobs.count_by_state)
     assert {state: count for state, count in counts.items() if count} == {JobState.QUEUED: 1, JobState.STARTING: 1}
     assert set(counts) == set(JobState)
 
@@ -208,8 +204,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
     store.write(lambda session: jobs.request_cancel(session, over.id))
     for column in ("submitted", "not_default", "deletion_began_at"):
         store.write(lambda session, column=column: session.execute(text(f"ALTER TABLE jobs DROP COLUMN {column}")))
-    with store.read() as session:
-        in_brief = jobs.unfinished_summaries(session)
+    in_brief = store.query(jobs.unfinished_summaries)
     assert [(job.id, job.name, job.state, job.step, job.steps) for job in in_brief] == [
         (second.id, "small", "QUEUED", 0, 10),
         (first.id, "small", "QUEUED", 0, 10),
@@ -218,8 +213,7 @@ def test_unfinished_jobs_can_be_read_from_the_database_of_another_release(store,
 
 def test_created_job_has_all_columns_as_stored(store, make_spec):
     known = store.write(lambda session: jobs.create(session, make_spec(priority=3), "key", "digest", "lab"))[0]
-    with store.read() as session:
-        stored = jobs.get(session, known.id)
+    stored = store.query(jobs.get, known.id)
     columns = [column.key for column in Job.__table__.columns]
     assert {name: getattr(known, name) for name in columns} == {name: getattr(stored, name) for name in columns}
 
@@ -231,8 +225,7 @@ def test_a_new_job_can_be_changed_in_the_transaction_that_stores_it(store, make_
         return job.id
 
     job_id = store.write(submit_and_cancel)
-    with store.read() as session:
-        assert jobs.get(session, job_id).state == JobState.CANCELLED
+    assert store.query(jobs.get, job_id).state == JobState.CANCELLED
 
 
 def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started):
@@ -249,3 +242,88 @@ def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started)
         lambda session: jobs.transition(session, started.id, JobState.CANCELLING, "cancelled_by_user", "enough")
     )
     assert [hold(why) for why in ("no disk", None)] == [("cancelled_by_user", "enough")] * 2
+
+
+def edit(store, job, **changes):
+    return store.write(lambda session: edits.edit(session, job.id, **changes))
+
+
+def test_edit_changes_name_and_priority_in_row_spec_and_events(store, submit):
+    job = submit()
+    changed = edit(store, job, name="better", priority=7)
+    assert (changed.name, changed.spec["name"]) == ("better", "better")
+    assert (changed.priority, changed.spec["priority"]) == (7, 7)
+    entry = store.query(events.page, job.id).items[-1]
+    assert (entry.type, entry.message) == (
+        "edited", "the user changed name from 'small' to 'better' and priority from 0 to 7"
+    )  # fmt: skip
+    assert entry.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
+
+
+def test_edit_keeps_omitted_fields_and_adds_no_event_if_nothing_changes(store, submit):
+    job = submit()
+    assert edit(store, job, priority=0).updated_at == job.updated_at
+    assert edit(store, job, priority=3).name == "small"
+    with store.read() as session:
+        assert [event.type for event in events.page(session, job.id).items] == ["submitted", "edited"]
+
+
+def test_priority_moves_a_job_in_the_queue(store, submit):
+    first, second = submit(), submit()
+    edit(store, second, priority=1)
+    with store.read() as session:
+        assert [job.id for job in jobs.unfinished(session)] == [second.id, first.id]
+
+
+def test_version_of_a_job_changes_with_an_edit_and_not_with_its_state(store, submit):
+    job = submit()
+    version = edits.version_of(job)
+    moved = store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
+    assert edits.version_of(moved) == version
+    assert edits.version_of(edit(store, job, priority=1)) != version
+    assert edits.version_of(edit(store, job, name="other")) != version
+    assert edits.version_of(submit()) != version, "two jobs have nothing in common"
+
+
+def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
+    job = submit()
+    version = edits.version_of(job)
+    edit(store, job, priority=1, expected={version, "another"})
+    with pytest.raises(JobChanged, match="read it again"):
+        edit(store, job, priority=2, expected={version})
+    with pytest.raises(JobChanged):
+        edit(store, job, priority=2, expected=set())
+    assert store.query(jobs.get, job.id).priority == 1
+
+
+def test_edit_of_an_unknown_job_raises_job_not_found(store):
+    with pytest.raises(JobNotFound):
+        store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
+
+
+def test_edit_changes_the_submitted_spec_and_its_event_has_generation_and_step(store, submit):
+    job = submit()
+
+    def move_on(session):
+        row = jobs.get(session, job.id)
+        row.generation, row.step = 3, 7
+        row.submitted, row.not_default = {"name": "small", "more": 1}, {"name": "small"}
+
+    store.write(move_on)
+    changed = edit(store, job, name="better")
+    assert (changed.submitted, changed.not_default) == ({"name": "better", "more": 1}, {"name": "better"})
+    assert changed.updated_at > job.updated_at
+    entry = store.query(events.page, job.id).items[-1]
+    assert (entry.generation, entry.step) == (3, 7)
+
+
+def test_edit_of_a_job_stored_without_its_submitted_spec_adds_none(store, submit):
+    job = submit()
+
+    def forget(session):
+        row = jobs.get(session, job.id)
+        row.submitted = row.not_default = None
+
+    store.write(forget)
+    changed = edit(store, job, name="better")
+    assert (changed.submitted, changed.not_default) == (None, None)

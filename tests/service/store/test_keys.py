@@ -6,19 +6,9 @@ import pytest
 from sqlalchemy import text
 
 from manta.service.keys.identity import Scope
-from manta.service.store import (
-    InvalidCursor,
-    KeyNotFound,
-    LinkInvalid,
-    ProjectExists,
-    ProjectNotFound,
-    audit,
-    job_rows,
-    jobs,
-    keys,
-    projects,
-)
+from manta.service.store import audit, job_rows, jobs, keys, projects
 from manta.service.store.audit import AuditRecord
+from manta.service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid, ProjectExists, ProjectNotFound
 from manta.service.store.job_rows import JobFilter
 from manta.service.store.paging import Cursors
 
@@ -91,9 +81,8 @@ def test_project_sees_itself_its_own_keys_and_none_of_the_installation(store):
     store.write(lambda session: projects.create(session, "theirs"))
     make(store, "1"), make(store, "2", "theirs", installation=True)
     theirs = make(store, "3", "theirs")
-    with store.read() as session:
-        page = keys.page(session, "theirs", limit=1)
-        own = projects.page(session, "theirs", limit=1)
+    page = store.query(keys.page, "theirs", limit=1)
+    own = store.query(projects.page, "theirs", limit=1)
     assert ([key.id for key in page.items], page.next_cursor) == ([theirs.id], None)
     assert ([project.name for project in own.items], own.next_cursor) == (["theirs"], None)
 
@@ -129,9 +118,8 @@ def test_dashboard_link_opens_one_session_that_expires_with_its_key(store):
     for digest in ("link", "session", "other"):
         with pytest.raises(LinkInvalid, match="manta link"):
             store.write(lambda session, digest=digest: keys.open_link(session, digest, "next"))
-    with store.read() as session:
-        assert keys.key_of_session(session, "session")[0].id == key.id
-        assert keys.key_of_session(session, "link") is None
+    assert store.query(keys.key_of_session, "session")[0].id == key.id
+    assert store.query(keys.key_of_session, "link") is None
 
 
 def test_expired_links_are_removed_when_the_next_link_is_made(store, monkeypatch):
@@ -177,9 +165,8 @@ def test_ending_a_session_leaves_other_sessions_and_links(store):
     store.write(lambda session: keys.add_link(session, key.id, "link 3"))
     store.write(lambda session: keys.end_session(session, "session 1"))
     store.write(lambda session: keys.end_session(session, "link 3"))
-    with store.read() as session:
-        assert keys.key_of_session(session, "session 1") is None
-        assert keys.key_of_session(session, "session 2") is not None
+    assert store.query(keys.key_of_session, "session 1") is None
+    assert store.query(keys.key_of_session, "session 2") is not None
     assert store.write(lambda session: keys.open_link(session, "link 3", "session 3"))[0].id == key.id
 
 
@@ -190,10 +177,9 @@ def test_audit_is_read_in_pages_and_by_target(store):
     for key, target in ((ours, "a"), (theirs, "b"), (ours, "b"), (theirs, "a"), (ours, "a")):
         record = AuditRecord("cancel_job", target, None, 202)
         store.write(lambda session, key=key, record=record: audit.append(session, keys.identity_of(key), record))
-    with store.read() as session:
-        first = audit.page(session, "default", limit=2)
-        rest = audit.page(session, "default", limit=2, cursor=first.next_cursor)
-        about = audit.page(session, None, target="b").items
+    first = store.query(audit.page, "default", limit=2)
+    rest = store.query(audit.page, "default", limit=2, cursor=first.next_cursor)
+    about = store.query(audit.page, None, target="b").items
     assert [entry.id for entry in first.items] == [5, 3] and [entry.id for entry in rest.items] == [1]
     assert [entry.target for entry in first.items + rest.items] == ["a", "b", "a"]
     assert rest.next_cursor is None
@@ -202,15 +188,13 @@ def test_audit_is_read_in_pages_and_by_target(store):
 
 def test_audit_entry_of_the_service_itself_has_no_key_or_user(store):
     store.write(lambda session: audit.append_of_service(session, "default", RECORD))
-    with store.read() as session:
-        (entry,) = audit.page(session, "default").items
+    (entry,) = store.query(audit.page, "default").items
     assert (entry.key_id, entry.key_name, entry.user, entry.project) == (None, "the service", None, "default")
 
 
 def test_administration_needs_a_valid_admin_key_of_the_installation(store):
     def may(now=1000.0):
-        with store.read() as session:
-            return keys.may_administrate(session, now)
+        return store.query(keys.may_administrate, now)
 
     def add(digest, scope, installation, **more):
         return store.write(lambda session: keys.create(session, digest, "a", scope, installation=installation, **more))

@@ -69,8 +69,7 @@ def test_leases_of_a_dead_owner_are_free_once_it_is_removed(store, submit):
     claim(store, job.id, "a")
     assert owner_of(store, job) == ("a", 1)
     let_time_pass(store, "a")
-    with store.read() as session:
-        assert leases.has_expired_members(session, "b")
+    assert store.query(leases.has_expired_members, "b")
     assert claim(store, job.id, "b") is None
     store.write(leases.remove_dead)
     assert owner_of(store, job) == (None, 1)
@@ -136,8 +135,7 @@ def test_write_of_an_owner_that_lost_its_lease_is_refused(store, submit):
     claim(store, job.id, "b")
     with pytest.raises(LeaseLost):
         store.write(lambda s: write(s, 1))
-    with store.read() as session:
-        assert jobs.get(session, job.id).state == "QUEUED"
+    assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
 def everything(store):
@@ -217,8 +215,7 @@ def test_control_plane_that_renews_while_being_taken_for_dead_is_not_removed(pos
 
     monkeypatch.setattr(leases, "_end_connections", renew_meanwhile)
     store.write(leases.remove_dead)
-    with store.read() as session:
-        assert (leases.living(session), cut) == (["a"], [["a", "b"]])
+    assert (store.query(leases.living), cut) == (["a"], [["a", "b"]])
 
 
 def test_control_plane_that_joins_again_does_not_cut_its_own_connections(store, monkeypatch):
@@ -292,8 +289,7 @@ def test_owner_stuck_in_a_transaction_is_cut_off_and_its_lease_can_be_claimed(po
         assert claim(other, "job_1", "b") == 2
         goes_on.set()
         assert writing.exception() is not None
-        with other.read() as session:
-            assert leases.owned(session, "b") == {"job_1"}
+        assert other.query(leases.owned, "b") == {"job_1"}
     finally:
         goes_on.set()
         stale.close()

@@ -8,7 +8,8 @@ import pytest
 from manta.service.ledger import GRACE_STEPS
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
-from manta.service.store import JobNotFound, events, generations, jobs, ledgers, metrics, recoveries
+from manta.service.store import events, generations, jobs, ledgers, metrics, recoveries
+from manta.service.store.errors import JobNotFound
 from manta.service.store.recoveries import RecoveryStart
 
 
@@ -22,16 +23,14 @@ def move(store, job, *states):
 
 
 def book(store, job, now=None):
-    with store.read() as session:
-        return ledgers.of_job(session, job.id, now or time.time())
+    return store.query(ledgers.of_job, job.id, now or time.time())
 
 
 def test_job_state_changes_are_recorded_with_their_times(store, started):
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
-    with store.read() as session:
-        changes = jobs.states_over_time(session, started.id)
-        job = jobs.get(session, started.id)
-        listed = events.page(session, started.id).items
+    changes = store.query(jobs.states_over_time, started.id)
+    job = store.query(jobs.get, started.id)
+    listed = store.query(events.page, started.id).items
     assert [change.state for change in changes] == ["QUEUED", "STARTING", "RUNNING", "SUCCEEDED"]
     assert (changes[0].time, changes[1].time, changes[-1].time) == (job.created_at, job.started_at, job.finished_at)
     assert [event.time for event in listed if event.type == "state_changed"] == [change.time for change in changes[1:]]
@@ -46,8 +45,7 @@ def test_ledger_closes_when_the_job_ends_and_adds_up_to_its_wall_time(store, sta
     store.write(lambda session: metrics.record(session, started.id, 1, 0, 1, [row]))
     move(store, started, JobState.RUNNING, JobState.SUCCEEDED)
     account = book(store, started, at + 1000)
-    with store.read() as session:
-        job = jobs.get(session, started.id)
+    job = store.query(jobs.get, started.id)
     assert account.closed
     assert (account.began_at, account.until) == (job.created_at, job.finished_at)
     assert sum(account.seconds.values()) == pytest.approx(account.wall_seconds)
@@ -136,8 +134,7 @@ def recovering(store, started):
 
 
 def row_of(store, job):
-    with store.read() as session:
-        (row,) = recoveries.of_job(session, job.id)
+    (row,) = store.query(recoveries.of_job, job.id)
     return row
 
 
@@ -172,8 +169,7 @@ def test_generation_without_a_failure_has_no_recovery(store, started):
     begin(store, started, False)
     store.write(lambda session: recoveries.record_latest(session, started.id, 1, restored_at=1.0))
     assert store.write(lambda session: recoveries.end(session, started.id, 1, 2.0, 0)) is None
-    with store.read() as session:
-        assert recoveries.page(session, started.id).items == []
+    assert store.query(recoveries.page, started.id).items == []
 
 
 def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recovering):
@@ -181,9 +177,8 @@ def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recove
         number = begin(store, recovering, True)
         known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))
         store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
-    with store.read() as session:
-        first = recoveries.page(session, recovering.id, limit=3)
-        rest = recoveries.page(session, recovering.id, limit=3, cursor=first.next_cursor)
+    first = store.query(recoveries.page, recovering.id, limit=3)
+    rest = store.query(recoveries.page, recovering.id, limit=3, cursor=first.next_cursor)
     assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]
     assert (first.next_cursor is None, rest.next_cursor) == (False, None)
 

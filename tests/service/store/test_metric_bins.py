@@ -44,8 +44,7 @@ class Training:
         self.sequence = 0
 
     def series(self, after_step=0, max_points=1000):
-        with self.store.read() as session:
-            return metrics.series(session, self.job, ["loss"], after_step, max_points)
+        return self.store.query(metrics.series, self.job, ["loss"], after_step, max_points)
 
     def forget(self):
         def operation(session):

@@ -29,8 +29,7 @@ def record(store, running):
 
 
 def read(store, job, *arguments, **options):
-    with store.read() as session:
-        return metrics.series(session, job.id, *arguments, **options)
+    return store.query(metrics.series, job.id, *arguments, **options)
 
 
 def test_metric_rows_become_series_and_update_step_and_metrics_of_the_job(store, running, record):
@@ -38,8 +37,7 @@ def test_metric_rows_become_series_and_update_step_and_metrics_of_the_job(store,
     drawn = read(store, running, ["loss", "tokens", "grad_norm"])
     assert drawn.steps == [1, 2]
     assert drawn.series == {"loss": [3.0, 2.0], "tokens": [10.0, 20.0], "grad_norm": [None, None]}
-    with store.read() as session:
-        job = jobs.get(session, running.id)
+    job = store.query(jobs.get, running.id)
     assert (job.step, job.metrics, job.report_cursor) == (2, {"step": 2, "loss": 2.0, "tokens": 20}, {"0": 1})
 
 
@@ -53,8 +51,7 @@ def test_repeated_metric_report_of_a_rank_changes_nothing(store, running, record
 def test_a_report_and_its_cursor_are_stored_together_or_not_at_all(store, running, record):
     with pytest.raises(KeyError):
         record(1, [{"step": 1, "loss": 3.0}, {"loss": "a row without a step"}])
-    with store.read() as session:
-        assert jobs.get(session, running.id).report_cursor == {}
+    assert store.query(jobs.get, running.id).report_cursor == {}
     assert read(store, running).steps == []
     assert record(1, [{"step": 1, "loss": 3.0}]) == 1
 
@@ -68,8 +65,7 @@ def test_later_metric_row_of_the_same_step_and_generation_adds_to_the_first(stor
 def test_metric_missing_from_later_rows_keeps_its_last_value(store, running, record):
     record(1, [{"step": 1, "loss": 3.0, "validation_loss": 4.0}, {"step": 2, "loss": 2.0}])
     record(2, [{"step": 3, "loss": 1.0}])
-    with store.read() as session:
-        assert jobs.get(session, running.id).metrics == {"step": 3, "loss": 1.0, "validation_loss": 4.0}
+    assert store.query(jobs.get, running.id).metrics == {"step": 3, "loss": 1.0, "validation_loss": 4.0}
 
 
 def test_repeated_step_of_a_new_generation_replaces_its_metric_row(store, running, record):
@@ -86,8 +82,7 @@ def lap(step, at, generation=1, **seconds):
 
 def sums(store, job):
     """Per generation: (first and last moment of training, new steps, redone steps, seconds by class)."""
-    with store.read() as session:
-        rows = generations.of_job(session, job.id)
+    rows = store.query(generations.of_job, job.id)
     return [
         ((row.trained_from, row.trained_until), row.committed_steps, row.redone_steps,
          {name: getattr(row, f"{name}_seconds") for name in STEP_CLASSES if getattr(row, f"{name}_seconds")})
@@ -158,8 +153,7 @@ def test_going_back_to_an_older_checkpoint_does_not_take_steps_back(store, runni
     record(1, [{"step": step, "loss": 1.0} for step in range(1, 9)])
     store.write(lambda session: generations.begin(session, running.id, "node_lost", True, "checkpoint", 4))
     record(1, [{"step": 5, "loss": 1.5}], generation=2)
-    with store.read() as session:
-        job = jobs.get(session, running.id)
+    job = store.query(jobs.get, running.id)
     assert (job.step, job.metrics) == (8, {"step": 5, "loss": 1.5})
 
 
@@ -167,8 +161,7 @@ def test_going_back_to_an_older_checkpoint_does_not_take_steps_back(store, runni
 def test_non_finite_metrics_read_back_as_the_same_floats(store, running, record, value):
     record(1, [{"step": 1, "loss": value, "mine": value}])
     drawn = read(store, running, ["loss", "mine"]).series
-    with store.read() as session:
-        latest = jobs.get(session, running.id).metrics["loss"]
+    latest = store.query(jobs.get, running.id).metrics["loss"]
     for number in (drawn["loss"][0], drawn["mine"][0], latest):
         assert isinstance(number, float)
         assert math.isnan(number) if math.isnan(float(value)) else number == float(value)
@@ -176,8 +169,7 @@ def test_non_finite_metrics_read_back_as_the_same_floats(store, running, record,
 
 def test_text_time_and_rank_are_left_out_of_the_stored_metrics(store, running, record):
     record(1, [{"step": 1, "loss": 1.0, "note": "hello", "time": 5.0, "rank": 3}])
-    with store.read() as session:
-        assert jobs.get(session, running.id).metrics == {"step": 1, "loss": 1.0}
+    assert store.query(jobs.get, running.id).metrics == {"step": 1, "loss": 1.0}
 
 
 def test_series_begin_after_the_step_asked_for(store, running, record):

@@ -13,9 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from manta.service.states import JobState
 from manta.service.store import (
-    OutcomeUnknown,
     Store,
-    StoreUnusable,
     checkpoints,
     deletion,
     edits,
@@ -27,6 +25,7 @@ from manta.service.store import (
     restored,
 )
 from manta.service.store.database import may_pass, newest_revision
+from manta.service.store.errors import OutcomeUnknown, StoreUnusable
 from manta.service.store.postgresql import unsuitable
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import MantaError
@@ -99,8 +98,7 @@ def test_locking_a_job_reads_it_afresh_and_keeps_changes_of_the_transaction(open
         assert jobs.get(session, job.id, lock=True).step == 7
 
     store.write(operation)
-    with store.read() as session:
-        assert jobs.get(session, job.id).step == 7
+    assert store.query(jobs.get, job.id).step == 7
 
 
 CHANGES = {

@@ -1,18 +1,18 @@
-"""What a database may take later is tried again; what it has refused is not."""
+"""What a database may take later is tried again, after growing pauses; what it has refused is not."""
 
 import asyncio
 import contextlib
 import sqlite3
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from manta.service.backoff import backoff
+from manta.service.backoff import backoff, backoff_after
 from manta.service.states import JobState
-from manta.service.store import IllegalTransition
 from manta.service.store.database import may_pass, until_done
+from manta.service.store.errors import IllegalTransition
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 
@@ -78,3 +78,13 @@ def test_lasting_error_is_raised_without_a_retry(error):
 def test_retry_pauses_double_up_to_the_maximum():
     pauses = backoff(1.0, 3.0)
     assert [next(pauses) for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_backoff_depends_on_the_number_of_tries():
+    pauses = list(islice(backoff(0.25, 10.0), 9))
+    assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
+    assert [backoff_after(tries, 0.25, 10.0) for tries in range(9)] == pauses
+
+
+def test_backoff_is_capped_after_thousands_of_tries():
+    assert backoff_after(100_000, 0.25, 60.0) == 60.0

@@ -8,20 +8,9 @@ import pytest
 from sqlalchemy import event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 
-from manta.service.store import (
-    JobNotFound,
-    OutcomeUnknown,
-    Store,
-    StoreUnusable,
-    events,
-    job_numbers,
-    job_rows,
-    jobs,
-    leases,
-    pauses_and_retries,
-)
+from manta.service.store import Store, events, job_numbers, job_rows, jobs, leases, pauses_and_retries
 from manta.service.store.database import may_pass
-from manta.service.store.errors import DatabaseLost
+from manta.service.store.errors import DatabaseLost, JobNotFound, OutcomeUnknown, StoreUnusable
 from manta.service.store.job_rows import JobFilter
 
 
@@ -157,8 +146,7 @@ def test_a_database_is_copied_before_it_is_migrated(store, submit, tmp_path):
     with contextlib.closing(sqlite3.connect(tmp_path / "manta.db.0006")) as copy:
         assert copy.execute("SELECT version_num FROM alembic_version").fetchone() == ("0006",)
         assert copy.execute("SELECT id, state FROM jobs").fetchall() == [(job.id, "QUEUED")]
-    with store.read() as session:
-        assert jobs.get(session, job.id).submitted is None
+    assert store.query(jobs.get, job.id).submitted is None
 
 
 def test_new_sqlite_database_does_not_shut_out_the_release_before(tmp_path):
@@ -231,8 +219,7 @@ def test_write_during_which_the_database_is_lost_does_not_report_success(store, 
     with pytest.raises(DatabaseLost):
         store.write(lambda session: (setattr(jobs.get(session, job.id), "message", "lost"), move_away(file)))
     (tmp_path / "manta.db.away").rename(file)
-    with store.read() as session:
-        assert jobs.get(session, job.id).message != "lost"
+    assert store.query(jobs.get, job.id).message != "lost"
     event.listen(store.engine, "commit", lambda _: move_away(file))
     with pytest.raises(OutcomeUnknown):
         store.write(lambda session: jobs.get(session, job.id))

@@ -3,16 +3,8 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import (
-    TraceNotFound,
-    TraceNotPossible,
-    events,
-    generations,
-    jobs,
-    ranks,
-    step_traces,
-    trace_requests,
-)
+from manta.service.store import events, generations, jobs, ranks, step_traces, trace_requests
+from manta.service.store.errors import TraceNotFound, TraceNotPossible
 from manta.workers.timing.recording import INTERRUPTED, PackedRecording
 
 
@@ -41,8 +33,7 @@ def begun(store, job, number, generation=1):
 
 
 def row(store, job, number):
-    with store.read() as session:
-        return step_traces.get(session, job, number)
+    return store.query(step_traces.get, job, number)
 
 
 def said(store, job):
@@ -64,8 +55,7 @@ def test_a_trace_is_complete_once_all_ranks_have_recorded(store, training):
     over = row(store, training, number)
     assert (over.state, over.message, over.slices, over.finished_at > 0) == ("complete", None, 6, True)
     assert said(store, training) == ["trace_1 is complete"]
-    with store.read() as session:
-        assert sorted(step_traces.parts(session, training, number)) == [0, 1]
+    assert sorted(store.query(step_traces.parts, training, number)) == [0, 1]
 
 
 def test_rank_may_report_its_trace_before_the_beginning_is_reported(store, training):
@@ -184,14 +174,11 @@ def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, tr
 
 
 def test_jobs_with_requested_traces_are_known_from_the_database(store, training):
-    with store.read() as session:
-        assert step_traces.jobs_with_waiting_traces(session) == set()
+    assert store.query(step_traces.jobs_with_waiting_traces) == set()
     number = request(store, training)
-    with store.read() as session:
-        assert step_traces.jobs_with_waiting_traces(session) == {training}
+    assert store.query(step_traces.jobs_with_waiting_traces) == {training}
     store.write(lambda s: step_traces.fail(s, training, number, "no"))
-    with store.read() as session:
-        assert step_traces.jobs_with_waiting_traces(session) == set()
+    assert store.query(step_traces.jobs_with_waiting_traces) == set()
     assert said(store, training) == ["trace_1 is failed: no"]
 
 

@@ -49,13 +49,19 @@ def until(plane, job, *states):
     return plane._call(reached(seen))
 
 
+def running(plane, cluster, submit, how=start_training, **sections):
+    """A job, by default of two ranks, that a control plane has placed and whose trainers run."""
+    behave(cluster, how)
+    job = submit(**(sections or {"parallel": {"tensor": 2}}))
+    plane.submitted(job.id)
+    until(plane, job, "RUNNING")
+    return job
+
+
 def left_running(start, cluster, submit):
     """A job of two ranks that trains, and their agents, once the control plane that placed it has stopped."""
     plane = start()
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
+    job = running(plane, cluster, submit)
     plane.stop()
     agents = list(cluster.agents.living.values())
     for_the_next_loop(agents)
@@ -69,8 +75,7 @@ def for_the_next_loop(agents):
 
 
 def log(store, job):
-    with store.read() as session:
-        listed = events.page(session, job.id, limit=1000).items
+    listed = store.query(events.page, job.id, limit=1000).items
     return [event.data["to"] if event.type == "state_changed" else event.type for event in listed[1:]]
 
 

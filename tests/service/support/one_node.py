@@ -62,6 +62,12 @@ class OneNode:
         self.raylet = bound(self.raylet_address)
         self.heartbeat.close()
 
+    async def report_of_loss(self, reports):
+        """What the watch tells once a node that it has asked falls silent."""
+        await until(lambda: self.asked)
+        self.fall_silent()
+        return await reports.get()
+
     def come_back(self):
         self.heartbeat = HeartbeatServer("127.0.0.1", "n1")
         self.raylet.listen()
@@ -80,21 +86,18 @@ def one_node():
         made.raylet.close()
 
 
-def watched(cluster, story):
-    """What the watch tells while `story(reports)` happens."""
-
-    async def run():
-        reports = asyncio.Queue()
-        watch = NodeWatch(cluster, lambda *lost: reports.put_nowait(lost), lambda *drain: reports.put_nowait(drain))
-        task = asyncio.create_task(watch.run())
-        try:
-            async with asyncio.timeout(SECONDS):
-                return await story(reports)
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    return asyncio.run(run())
+@contextlib.asynccontextmanager
+async def watching(cluster):
+    """What a watch of the node tells, as a queue, while the block is executed."""
+    reports = asyncio.Queue()
+    watch = NodeWatch(cluster, lambda *lost: reports.put_nowait(lost), lambda *drain: reports.put_nowait(drain))
+    task = asyncio.create_task(watch.run())
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield reports
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def until(condition):

@@ -17,13 +17,9 @@ import psycopg
 NOT_FOUND = "no PostgreSQL server is installed (Debian: apt-get install postgresql)"
 STOP_SECONDS = 20.0
 _UNSAFE = (
-    "fsync=off",
-    "synchronous_commit=off",
-    "full_page_writes=off",
-    "autovacuum=off",
-    "jit=off",
+    "fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off", "jit=off",
     "shared_buffers=16MB",
-)
+)  # fmt: skip
 _TEMPLATE = "manta_template"
 
 
@@ -48,16 +44,8 @@ class PostgresServer:
             self._as_user += ["--reuid=nobody", "--regid=nogroup", "--clear-groups"]
         data = str(self.folder / "data")
         initdb = [
-            str(bin_folder / "initdb"),
-            "-D",
-            data,
-            "-U",
-            "manta",
-            "-A",
-            "trust",
-            "--no-sync",
-            "--no-instructions",
-        ]
+            str(bin_folder / "initdb"), "-D", data, "-U", "manta", "-A", "trust", "--no-sync", "--no-instructions",
+        ]  # fmt: skip
         self._call([*self._as_user, *initdb, "--locale=C", "--encoding=UTF8"])
         self._data = data
         self._numbers = itertools.count(1)

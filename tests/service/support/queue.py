@@ -18,8 +18,7 @@ def has(nodes, total, free=None):
 
 def job_now(store, job):
     """The job as the database has it."""
-    with store.read() as session:
-        return jobs.get(session, job.id)
+    return store.query(jobs.get, job.id)
 
 
 def cancel(store, job):
@@ -34,5 +33,4 @@ def resize(store, job, replicas):
 
 def owned_by(store, plane):
     """The jobs of a control plane."""
-    with store.read() as session:
-        return leases.owned(session, plane)
+    return store.query(leases.owned, plane)

@@ -202,8 +202,7 @@ class SupervisedJob:
         return [event.message for event in self.events if event.type == kind][-1]
 
     def _read(self, query):
-        with self.store.read() as session:
-            return query(session)
+        return self.store.query(query)
 
 
 def save_checkpoint(job: SupervisedJob, step: int, generation: int = 1) -> None:

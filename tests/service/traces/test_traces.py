@@ -16,7 +16,7 @@ from manta.service.traces.exporter import SpanSender, traces_endpoint
 from manta.service.traces.spans import Span
 from manta.service.traces.traces import Traces, TracesNotInstalled, refuse_without_packages
 from manta.workers.protocol.reports import Exited, Started
-from tests.service.support.control_planes import behave, for_the_next_loop, start_training, until
+from tests.service.support.control_planes import for_the_next_loop, running
 from tests.service.support.fake_agents import SIGKILL
 from tests.service.support.otlp_collector import attributes
 from tests.service.support.waiting import reached
@@ -51,11 +51,7 @@ def agent_of(cluster, rank):
 def begun(start, cluster, submit, url):
     """A control plane that sends traces, and a job of two ranks that runs there and goes on running."""
     plane = start(traces=url)
-    behave(cluster, start_training)
-    job = submit(parallel={"tensor": 2})
-    plane.submitted(job.id)
-    until(plane, job, "RUNNING")
-    return plane, job
+    return plane, running(plane, cluster, submit)
 
 
 def kill_and_recover(plane, cluster, job):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from unittest.mock import Mock
 
 import local_rank_programs
 import pytest
@@ -109,10 +110,7 @@ def test_calibration_rank_ends_if_nobody_reads_its_result(gangs):
     ],
 )
 def test_unmeasurable_links_give_no_rows_and_a_reason(monkeypatch, error, why):
-    def fails(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(LocalRanks, "run", fails)
+    monkeypatch.setattr(LocalRanks, "run", Mock(side_effect=error))
     rows, problem = between_gpus([ON_GLOO] * 2, print)
     assert rows == [] and problem.startswith(why)
 

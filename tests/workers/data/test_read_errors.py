@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pyarrow
 import pyarrow.parquet
@@ -120,12 +121,8 @@ def test_deleted_corpus_file_is_bad_data_and_not_unreadable_data(file, what):
 def test_a_corpus_that_goes_away_between_two_reads_is_unreadable(file, monkeypatch):
     corpus = ByteCorpus([CorpusFile(str(file), file.stat().st_size)])
     corpus.read(0, 9)
-
-    def stale(*_: object) -> bytes:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
     with monkeypatch.context() as patched, pytest.raises(DataUnreadable, match=f"^{file} .*Stale file handle"):
-        patched.setattr(os, "preadv", stale)
+        patched.setattr(os, "preadv", Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
         corpus.read(0, 9)
     assert len(corpus.read(0, 9)) == 9, "and is the same as before once it is back"
     corpus.close()
@@ -133,13 +130,9 @@ def test_a_corpus_that_goes_away_between_two_reads_is_unreadable(file, monkeypat
 
 def test_tokens_that_go_away_between_two_reads_are_unreadable(tmp_path, monkeypatch):
     row = IndexedTokens(megatron_dataset(tmp_path / "a", DOCUMENTS))
-
-    def broken(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     for reading in (lambda: row.read(0, 9), lambda: row.bounds(0, 9)):
         with monkeypatch.context() as patched, pytest.raises(DataUnreadable, match=r"a\.bin .*Input/output error"):
-            patched.setattr(os, "preadv", broken)
+            patched.setattr(os, "preadv", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
             reading()
     assert len(row.read(0, 9)) == 9, "and are the same as before once they are back"
     row.close()
@@ -168,11 +161,11 @@ def test_parquet_file_is_unreadable_on_a_disk_error_and_bad_data_if_malformed(tm
     with pytest.raises(DataError, match="is not a parquet file") as caught:
         list(texts_of(section, config, True))
     assert not isinstance(caught.value, DataUnreadable)
-
-    def fail(*_: object) -> None:
-        raise OSError(errno.EIO, "Error reading bytes from file. Detail: [errno 5] Input/output error")
-
-    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", fail)
+    monkeypatch.setattr(
+        pyarrow.parquet,
+        "ParquetFile",
+        Mock(side_effect=OSError(errno.EIO, "Error reading bytes from file. Detail: [errno 5] Input/output error")),
+    )
     with pytest.raises(DataUnreadable, match=rf"^{path} .*Input/output error"):
         list(texts_of(section, config, True))
 
@@ -195,10 +188,7 @@ def test_tokenizer_training_process_passes_on_a_storage_error(tmp_path):
 
 
 def test_token_cache_whose_mount_is_away_when_locked_is_reported_as_not_storing_now(tmp_path, monkeypatch):
-    def stale(*_: object) -> None:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-
-    monkeypatch.setattr(token_cache.fcntl, "flock", stale)
+    monkeypatch.setattr(token_cache.fcntl, "flock", Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE))))
     cannot = rf"the tokens cannot be kept in {tmp_path} \(Stale file handle\)"
     with pytest.raises(DataNotStored, match=cannot), token_cache.locked(tmp_path, Watcher()):
         pass

@@ -1,17 +1,32 @@
-"""Tokenizers of files make the tokens that their library makes, know how a document ends, or say what is wrong."""
+"""Tokenizers, corpora that are tokenized, and what the documentation says of both."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import yaml
+from chat_files import chat_file, said
+from documented import ROOT, blocks_of, run_blocks
+from engine_specs import document
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
 from tokenizers import AddedToken, Tokenizer, models
 
 from manta.workers.config import DataConfig
+from manta.workers.data import tokenize
+from manta.workers.data import trained_tokenizer as module
+from manta.workers.data.chat_template import conversation_in
+from manta.workers.data.corpus_record import with_digests
+from manta.workers.data.indexed_dataset import IndexedTokens, read_index
+from manta.workers.data.prepare import open_corpus
+from manta.workers.data.sources import CorpusFile, corpus_files
+from manta.workers.data.token_cache import Watcher
 from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
-from manta.workers.errors import DataError
+from manta.workers.errors import DataError, DataNotStored
+from manta.workers.spec.reading import load_job_spec, parse_job_spec
+from manta.workers.spec.submitted import with_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +145,249 @@ def test_byte_tokenizer_may_have_an_end_of_document_token():
     assert (plain.vocabulary, plain.end_of_document) == (256, None)
     assert (ended.vocabulary, ended.end_of_document) == (257, 256)
     assert [list(each) for each in ByteTokenizer().encode(["é"])] == [[0xC3, 0xA9]]
+
+
+class RecordingWatcher(Watcher):
+    """Keeps what it is told."""
+
+    def __init__(self):
+        self.said, self.lives = [], 0
+
+    def alive(self):
+        self.lives += 1
+
+    def report(self, kind, message, data):
+        self.said.append((kind, data))
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(TEXT))
+    return path
+
+
+def trained(root, path, size=500, watcher=None, source="text", **data):
+    config = DataConfig(source=source, paths=[str(path)], tokenizer="bpe", tokenizer_vocabulary=size, **data)
+    file = module.trained_tokenizer(root, with_digests(corpus_files(config)), config, watcher or RecordingWatcher())
+    return file, open_tokenizer(config, file)
+
+
+def test_tokenizer_is_trained_once_and_decodes_every_text_back(tmp_path, corpus):
+    watcher = RecordingWatcher()
+    file, tokenizer = trained(tmp_path / "cache", corpus, watcher=watcher)
+    assert [kind for kind, _ in watcher.said] == ["tokenizer_training", "tokenizer_trained"]
+    assert watcher.lives > 0
+    assert (tokenizer.vocabulary, tokenizer.end_of_document) == (500, 0)
+    plain = Tokenizer.from_file(str(file))
+    strange = "".join(TEXT) + "\x00\u2603 \U0001f600 never seen\r\n\t"
+    assert plain.decode(tokenizer.encode([strange])[0]) == strange
+    assert len(tokenizer.encode(["".join(TEXT)])[0]) < len("".join(TEXT)) / 2
+    again = RecordingWatcher()
+    assert trained(tmp_path / "cache", corpus, watcher=again)[0] == file
+    assert again.said == []
+
+
+def test_tokenizer_is_trained_on_conversations_as_the_template_writes_them(tmp_path):
+    chats = chat_file(tmp_path / "chats.jsonl", [said(f"what is {n}?", "a number") for n in range(50)])
+    _, tokenizer = trained(tmp_path / "cache", chats, 300, source="chat", template="chatml")
+    (ids,) = tokenizer.encode(["<|im_start|>assistant\na number<|im_end|>"])
+    assert len(ids) < 20, "41 bytes"
+
+
+def test_trained_tokenizer_does_not_depend_on_cores_or_hash_seed(tmp_path, corpus, monkeypatch):
+    first, _ = trained(tmp_path / "one", corpus)
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    second, _ = trained(tmp_path / "two", corpus)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_tokenizer_of_a_tiny_corpus_has_fewer_tokens_than_asked_for(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    _, tokenizer = trained(tmp_path / "cache", tmp_path / "a.txt", 5000)
+    assert 257 <= tokenizer.vocabulary <= 258
+
+
+def test_trained_tokenizer_has_the_size_and_end_token_of_the_job(tmp_path, corpus):
+    first, _ = trained(tmp_path / "cache", corpus, 300)
+    second, tokenizer = trained(tmp_path / "cache", corpus, 301, end_of_document="<end>")
+    assert first != second
+    assert json.loads(second.read_text())["added_tokens"][0]["content"] == "<end>"
+    assert tokenizer.end_of_document == 0
+    assert trained(tmp_path / "cache", corpus, 300, end_of_document="none")[1].end_of_document is None
+
+
+def test_tokenizer_is_trained_on_a_share_of_each_shard_of_a_large_corpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "TRAINING_BYTES", 2000)
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} line {n}\n" for n in range(1000)))
+    monkeypatch.setattr("manta.workers.data.shards.SHARD_BYTES", 100)
+    monkeypatch.setattr("manta.workers.data.documents.CHUNK_BYTES", 100)
+    config = DataConfig(source="text", paths=[str(tmp_path)], tokenizer="bpe")
+    files = [CorpusFile(str(path), path.stat().st_size) for path in sorted(tmp_path.glob("*.txt"))]
+    texts = "".join(module._training_texts([[section] for section in sections_of(files)], config))
+    assert {line[0] for line in texts.splitlines()} == set("abcd")
+    assert 2000 <= len(texts) <= 4000
+
+
+def sections_of(files):
+    from manta.workers.data.shards import Section
+
+    return [Section(file.path, 0, file.size, file.size) for file in files]
+
+
+def test_training_a_tokenizer_on_a_bad_corpus_names_file_and_byte(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"good \xff")
+    with pytest.raises(DataError, match=r"a.txt, byte 5: not UTF-8"):
+        trained(tmp_path / "cache", tmp_path / "a.txt")
+
+
+def test_tokenizer_training_process_that_fails_is_reported_with_its_cause(tmp_path, corpus, monkeypatch):
+    order = {
+        "data": DataConfig(source="text", paths=[str(corpus)], tokenizer="bpe").model_dump(mode="json"),
+        "files": [str(corpus)], "sizes": [corpus.stat().st_size], "path": str(tmp_path / "none" / "tokenizer.json"),
+    }  # fmt: skip
+    with pytest.raises(DataNotStored, match=r"the tokenizer cannot be kept: .*/none/.* \(No such file or directory\)"):
+        module._run(order, RecordingWatcher())
+    monkeypatch.setattr(module.sys, "executable", "/bin/false")
+    with pytest.raises(DataError, match="the process that trains the tokenizer ended with exit code 1"):
+        module._run(order | {"files": ["a long name"] * 100_000}, RecordingWatcher())
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    """A job with its corpus and its tokenizer beside it."""
+    byte_level(tmp_path / "tokenizer.json")
+    for name, texts in (("a.jsonl", TEXT[:50]), ("b.jsonl", TEXT[50:80])):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return job_file(tmp_path)
+
+
+def job_file(folder, **data) -> Path:
+    path = folder / "job.yaml"
+    data = {"source": "jsonl", "paths": ["a.jsonl", "b.jsonl"], "tokenizer": "tokenizer.json", **data}
+    path.write_text(yaml.safe_dump(document(data=data)))
+    return path
+
+
+def run(config, tmp_path, *options):
+    return tokenize.main([str(config), "--cache", str(tmp_path / "cache"), "--processes", "1", *options])
+
+
+def test_job_finds_the_tokens_that_the_command_made(config, tmp_path, capsys):
+    assert run(config, tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    count = len(plain_tokens(tmp_path / "tokenizer.json", TEXT[:80]))
+    assert lines[0].startswith("tokenizes 2 files (0.0 MB) of ")
+    assert lines[-1].startswith(f"{count} tokens are in {tmp_path / 'cache'} (")
+
+    class NothingToDo(Watcher):
+        def report(self, kind, message, data):
+            pytest.fail(message)
+
+    corpus = open_corpus(with_vocabulary(load_job_spec(config)), tmp_path / "cache", watcher=NothingToDo())
+    assert len(corpus) == count
+
+
+@pytest.mark.parametrize("weights", [None, [1, 3]])
+def test_a_copy_for_megatron_has_all_documents(config, tmp_path, weights):
+    config = job_file(tmp_path, weights=weights)
+    assert run(config, tmp_path, "--to", str(tmp_path / "out" / "corpus")) == 0
+    row, index = IndexedTokens(tmp_path / "out" / "corpus"), read_index(tmp_path / "out" / "corpus")
+    assert row.read(0, len(row)).tolist() == plain_tokens(tmp_path / "tokenizer.json", TEXT[:80])
+    assert index.documents.tolist() == list(range(81))
+    assert index.lengths.tolist() == [len(plain_tokens(tmp_path / "tokenizer.json", [text])) for text in TEXT[:80]]
+    megatron = job_file(tmp_path, source="megatron", paths=["out/corpus"])
+    again = open_corpus(with_vocabulary(load_job_spec(megatron)), tmp_path / "cache")
+    assert again.read(0, len(again)).tolist() == row.read(0, len(row)).tolist()
+
+
+def test_existing_megatron_dataset_is_not_overwritten(config, tmp_path, capsys):
+    (tmp_path / "out.idx").write_text("precious")
+    assert run(config, tmp_path, "--to", str(tmp_path / "out")) == 1
+    assert "out.bin and " in capsys.readouterr().err
+    assert (tmp_path / "out.idx").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "said"),
+    [
+        ({"tokenizer": "bytes", "source": "text"}, 1, "with data.tokenizer bytes this corpus is read as it is"),
+        ({"tokenizer": "gone.json"}, 2, "data.tokenizer: no tokenizer can be read from "),
+        ({"paths": ["gone.jsonl"]}, 1, "DataError: no such file or directory: "),
+        ({"text_key": "body"}, 1, "line 1 (byte 0): no key 'body', only 'text': set data.text_key"),
+    ],
+)
+def test_tokenize_command_reports_a_bad_job_in_one_sentence(config, tmp_path, capsys, data, status, said):
+    assert run(job_file(tmp_path, **data), tmp_path) == status
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_progress_on_a_terminal_overwrites_one_line():
+    class Terminal:
+        text = ""
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            self.text += text
+
+        def flush(self):
+            pass
+
+    out = Terminal()
+    watcher = tokenize.ProgressLines(out)
+    watcher.report("data_preparing", "begins", {})
+    watcher.report("data_progress", "10%", {})
+    watcher.report("data_progress", "20%", {})
+    watcher.report("data_prepared", "done", {})
+    assert out.text == "begins\n10%\r\x1b[K20%\r\x1b[Kdone\n"
+
+
+CHAT = blocks_of("training.md", "Fine-tune on chat data")
+MEGATRON = blocks_of("data.md", "To and from Megatron-LM")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
+def test_example_jobs_are_valid_specs(path):
+    assert load_job_spec(path).name == path.stem
+
+
+@pytest.mark.parametrize("block", [text for kind, text in [*CHAT, *MEGATRON] if kind == "yaml"])
+def test_jobs_in_the_pages_are_valid_specs(block):
+    job = yaml.safe_load(block)
+    # Of weights the shape is in their folder.
+    shape = {"layers": 4, "hidden_size": 64, "heads": 4, "vocabulary_size": 320, **job.pop("model")}
+    shape.pop("from", None)
+    assert parse_job_spec({**document(), **job, "model": shape}).name == job["name"]
+
+
+def test_conversation_shown_in_the_page_is_valid():
+    ((_, row),) = [block for block in blocks_of("data.md", "Conversations") if block[0] == "json"]
+    assert [each["role"] for each in conversation_in(json.loads(row), "messages", "the page").messages] == [
+        "user", "assistant",
+    ]  # fmt: skip
+
+
+@pytest.mark.soak
+def test_a_model_is_fine_tuned_on_conversations_as_the_page_says(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    _, trained, used = run_blocks(CHAT, tmp_path)
+    losses = [float(each) for each in re.findall(r"  loss (\S+)", trained)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert re.search(r"^conversations +200$", used, re.M)
+    assert "What comes after 41?\n" in used
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
+    )
+    assert asked == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.soak
+def test_tokens_are_converted_for_megatron_and_read_back_as_the_page_says(tmp_path):
+    assert "step 20/20" in run_blocks(MEGATRON, tmp_path)[-1]

@@ -335,21 +335,17 @@ def test_progress_record_of_a_former_process_is_ignored(tmp_path):
     assert watch.poll() and watch.describe().record.committed == 7
 
 
-def test_watch_for_a_commit_waits_for_a_new_one(tmp_path, go, monkeypatch):
+async def test_watch_for_a_commit_waits_for_a_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr(hang_detection, "COMMIT_POLL_SECONDS", 0.0)
     monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 0.01)
     progress = Progress.shared(tmp_path, 2)
     progress.commit(7)
     watch = TrainerWatch(os.getpid(), 2, tmp_path, False, lambda status: None)
     watch.poll()
-
-    async def body():
-        assert not await watch.next_commit()
-        progress.commit(7)  # the same step, done again
-        monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 20.0)
-        assert await watch.next_commit()
-
-    go(body)
+    assert not await watch.next_commit()
+    progress.commit(7)  # the same step, done again
+    monkeypatch.setattr(hang_detection, "COMMIT_SECONDS", 20.0)
+    assert await watch.next_commit()
 
 
 @pytest.fixture

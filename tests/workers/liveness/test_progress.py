@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -239,11 +240,10 @@ def test_pipe_or_folder_in_the_place_of_a_progress_record_is_replaced(tmp_path, 
 
 
 def test_shared_memory_without_room_turns_the_record_off_and_is_left_as_it_was(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     closed, close = [], os.close
-    monkeypatch.setattr(progress.os, "posix_fallocate", full)
+    monkeypatch.setattr(
+        progress.os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    )
     monkeypatch.setattr(progress.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
     Progress.shared(tmp_path, 0).begin_step(1)
     assert list(tmp_path.iterdir()) == []

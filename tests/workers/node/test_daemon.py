@@ -9,9 +9,11 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 from held_memory import held_bytes
@@ -66,8 +68,13 @@ def stores(monkeypatch) -> list[Store]:
     return started
 
 
+async def refused(*arguments):
+    raise ZygoteUnavailable("none is started here")
+
+
 @pytest.fixture
-def daemon(tmp_path):
+def daemon(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "fork", refused)
     made = NodeDaemon("n1", str(tmp_path))
     yield made
     made._heartbeat.close()
@@ -77,142 +84,105 @@ def ports(addresses: list[Endpoint]) -> list[int]:
     return [address.port for address in addresses]
 
 
-def test_node_daemon_shares_a_store_per_job_and_refuses_earlier_generations(go, daemon, stores):
-    async def body():
-        addresses = [await daemon.start_store("job", generation) for generation in (1, 3, 3)]
-        assert ports(addresses) == [5001] * 3
-        with pytest.raises(StoreUnavailable, match="store of generation 3 here, so 2 gets none"):
-            await daemon.start_store("job", 2)
-        assert ports([await daemon.start_store("another job", 2)]) == [5002]
-        assert [store.ended for store in stores] == [False, False]
-
-    go(body)
-
-
-def test_rendezvous_store_listens_on_loopback_only_if_all_ranks_are_on_one_machine(go, daemon, stores, monkeypatch):
-    monkeypatch.setattr("manta.workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
-
-    async def body():
-        inside = [await daemon.start_store("job", generation, one_machine=True) for generation in (1, 2)]
-        assert inside == [Endpoint("127.0.0.1", 5001)] * 2
-        assert await daemon.start_store("job", 3) == Endpoint("192.0.2.7", 5002)
-        assert await daemon.start_store("job", 4, one_machine=True) == Endpoint("127.0.0.1", 5003)
-        assert [store.ended for store in stores] == [True, True, False]
-
-    go(body)
-
-
-def test_ended_rendezvous_store_is_replaced_only_for_the_newest_generation(go, daemon, stores):
-    async def body():
+async def test_node_daemon_shares_a_store_per_job_and_refuses_earlier_generations(daemon, stores):
+    addresses = [await daemon.start_store("job", generation) for generation in (1, 3, 3)]
+    assert ports(addresses) == [5001] * 3
+    with pytest.raises(StoreUnavailable, match="store of generation 3 here, so 2 gets none"):
         await daemon.start_store("job", 2)
-        stores[0].ended = True
-        with pytest.raises(StoreUnavailable, match="store of generation 2 here, so 1 gets none"):
-            await daemon.start_store("job", 1)
-        assert ports([await daemon.start_store("job", 2), await daemon.start_store("job", 2)]) == [5002, 5002]
-        assert [store.closed for store in stores] == [True, False]
-
-    go(body)
+    assert ports([await daemon.start_store("another job", 2)]) == [5002]
+    assert [store.ended for store in stores] == [False, False]
 
 
-def test_rendezvous_store_that_fails_to_start_reports_its_error_and_can_be_started_again(
-    go, daemon, stores, monkeypatch
+async def test_rendezvous_store_listens_on_loopback_only_if_all_ranks_are_on_one_machine(daemon, stores, monkeypatch):
+    monkeypatch.setattr("manta.workers.node.daemon.this_host", lambda: Host("machine", "192.0.2.7", None, ()))
+    inside = [await daemon.start_store("job", generation, one_machine=True) for generation in (1, 2)]
+    assert inside == [Endpoint("127.0.0.1", 5001)] * 2
+    assert await daemon.start_store("job", 3) == Endpoint("192.0.2.7", 5002)
+    assert await daemon.start_store("job", 4, one_machine=True) == Endpoint("127.0.0.1", 5003)
+    assert [store.ended for store in stores] == [True, True, False]
+
+
+async def test_ended_rendezvous_store_is_replaced_only_for_the_newest_generation(daemon, stores):
+    await daemon.start_store("job", 2)
+    stores[0].ended = True
+    with pytest.raises(StoreUnavailable, match="store of generation 2 here, so 1 gets none"):
+        await daemon.start_store("job", 1)
+    assert ports([await daemon.start_store("job", 2), await daemon.start_store("job", 2)]) == [5002, 5002]
+    assert [store.closed for store in stores] == [True, False]
+
+
+async def test_rendezvous_store_that_fails_to_start_reports_its_error_and_can_be_started_again(
+    daemon, stores, monkeypatch
 ):
-    async def body():
-        async def fail(socket_path, entry, argument):
-            return Store(b"", b"Traceback\nOSError: no port is free\n")
+    async def fail(socket_path, entry, argument):
+        return Store(b"", b"Traceback\nOSError: no port is free\n")
 
-        with monkeypatch.context() as broken:
-            broken.setattr("manta.workers.node.daemon.fork", fail)
-            with pytest.raises(StoreUnavailable, match=r"store of job did not start on .*: OSError: no port is free"):
-                await daemon.start_store("job", 1)
-        assert await daemon.jobs() == []
-        assert ports([await daemon.start_store("job", 1)]) == [5001]
-
-    go(body)
+    with monkeypatch.context() as broken:
+        broken.setattr("manta.workers.node.daemon.fork", fail)
+        with pytest.raises(StoreUnavailable, match=r"store of job did not start on .*: OSError: no port is free"):
+            await daemon.start_store("job", 1)
+    assert await daemon.jobs() == []
+    assert ports([await daemon.start_store("job", 1)]) == [5001]
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch) -> Paths:
-    """The daemon's, with a shared memory of its own."""
+def home(tmp_path, monkeypatch) -> Iterator[Paths]:
+    """The daemon's, with a shared memory of its own, where it starts without a zygote and takes no signals."""
     monkeypatch.setattr(paths, "SHARED_MEMORY", tmp_path)
-    return Paths.of(tmp_path)
+    monkeypatch.setattr(module, "on_termination", lambda act: None)
+    for method in ("start", "close"):
+        monkeypatch.setattr(ZygoteOwner, method, AsyncMock(return_value=None))
+    yield Paths.of(tmp_path)
+    Paths.of(tmp_path).remove_runtime_folder()
 
 
-def test_node_daemon_removes_leftovers_of_a_job_but_keeps_wanted_snapshots(go, daemon, stores, home):
-    async def body():
-        for job in ("job", "another"):
-            home.snapshot_folder(job).mkdir(parents=True)
-        await daemon.start_store("job", 1)
-        await daemon.start_store("third", 1)
-        assert await daemon.jobs() == ["another", "job", "third"]
-        await daemon.end_job("job", keep_snapshots=True)
-        assert stores[0].ended and home.snapshot_folder("job").exists()
-        await daemon.end_job("job")
-        await daemon.end_job("absent")
-        assert list(daemon._locks) == ["third"], "nothing is kept of who is gone"
-        assert await daemon.jobs() == ["another", "third"]
-        await daemon.shutdown()
-        assert stores[1].ended and not home.snapshot_root.exists()
-
-    go(body)
+async def test_node_daemon_removes_leftovers_of_a_job_but_keeps_wanted_snapshots(daemon, stores, home):
+    for job in ("job", "another"):
+        home.snapshot_folder(job).mkdir(parents=True)
+    await daemon.start_store("job", 1)
+    await daemon.start_store("third", 1)
+    assert await daemon.jobs() == ["another", "job", "third"]
+    await daemon.end_job("job", keep_snapshots=True)
+    assert stores[0].ended and home.snapshot_folder("job").exists()
+    await daemon.end_job("job")
+    await daemon.end_job("absent")
+    assert list(daemon._locks) == ["third"], "nothing is kept of who is gone"
+    assert await daemon.jobs() == ["another", "third"]
+    await daemon.shutdown()
+    assert stores[1].ended and not home.snapshot_root.exists()
 
 
-def test_node_drain_keeps_the_earliest_deadline_of_signal_user_and_machine(go, daemon, home, monkeypatch):
+async def test_node_drain_keeps_the_earliest_deadline_of_signal_user_and_machine(daemon, home, monkeypatch):
     asked = []
-
-    async def nothing(*arguments):
-        raise ZygoteUnavailable("none is started here")
-
-    async def started(owner):
-        return None
-
     monkeypatch.setattr(module, "on_termination", asked.append)
     monkeypatch.setattr(local_drain, "ANSWER_SECONDS", 30.0)  # however busy the machine is
-    monkeypatch.setattr(module, "fork", nothing)
-    monkeypatch.setattr(ZygoteOwner, "start", started)
-
-    async def body():
-        for _ in range(2):
-            about = await daemon.start()
-        assert (about.node, about.peak_flops, len(asked)) == ("n1", None, 1)
-        assert not daemon._heartbeat.state.draining
-        asked[0]()
-        assert 0 < daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS
-        await daemon.drain(7.0)
-        assert daemon._heartbeat.state.drain_seconds <= 7.0
-        await daemon.drain(600.0)
-        assert daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS, "a user does not know better than a signal"
-        here = drain_socket(home.runtime_folder, "n1")
-        assert await asyncio.to_thread(_ask, here, 5.0) == "n1", "the machine says so, too"
-        assert daemon._heartbeat.state.drain_seconds <= 5.0
-        assert await daemon.undrain() == "the machine was asked to end"
-        daemon._heartbeat.withdraw("SIGTERM")
-        await daemon.drain(600.0)
-        assert await daemon.undrain() == "" and daemon._heartbeat.state.stays
-        daemon._drains.close()
-
-    try:
-        go(body)
-    finally:
-        home.remove_runtime_folder()
+    for _ in range(2):
+        about = await daemon.start()
+    assert (about.node, about.peak_flops, len(asked)) == ("n1", None, 1)
+    assert not daemon._heartbeat.state.draining
+    asked[0]()
+    assert 0 < daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS
+    await daemon.drain(7.0)
+    assert daemon._heartbeat.state.drain_seconds <= 7.0
+    await daemon.drain(600.0)
+    assert daemon._heartbeat.state.drain_seconds <= NOTICE_SECONDS, "a user does not know better than a signal"
+    here = drain_socket(home.runtime_folder, "n1")
+    assert await asyncio.to_thread(_ask, here, 5.0) == "n1", "the machine says so, too"
+    assert daemon._heartbeat.state.drain_seconds <= 5.0
+    assert await daemon.undrain() == "the machine was asked to end"
+    daemon._heartbeat.withdraw("SIGTERM")
+    await daemon.drain(600.0)
+    assert await daemon.undrain() == "" and daemon._heartbeat.state.stays
+    daemon._drains.close()
 
 
 def test_node_daemon_hears_notices_of_a_leaving_machine_and_their_withdrawal(go, home, monkeypatch):
+    monkeypatch.setattr(module, "fork", refused)
     monkeypatch.setattr(module, "NoticeWatch", partial(NoticeWatch, poll_seconds=0.02))
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 500))
     service = MetadataService()
     service.answers = {"/computeMetadata/v1/instance/preempted": "TRUE"}
     daemon = NodeDaemon("n1", str(home.home), notices=f"gcp={service.url},slurm")
-
-    async def nothing(*arguments):
-        raise ZygoteUnavailable("none is started here")
-
-    async def started(owner):
-        return None
-
-    monkeypatch.setattr(module, "on_termination", lambda act: None)
-    monkeypatch.setattr(module, "fork", nothing)
-    monkeypatch.setattr(ZygoteOwner, "start", started)
 
     async def body():
         assert not daemon._heartbeat.state.draining
@@ -232,108 +202,65 @@ def test_node_daemon_hears_notices_of_a_leaving_machine_and_their_withdrawal(go,
         go(body)
     finally:
         service.close()
-        home.remove_runtime_folder()
     assert all(watch._stopped.is_set() for watch in daemon._notices)
 
 
-def test_node_daemon_describes_its_address_memory_and_measured_peak(go, daemon, home, monkeypatch):
-    async def started(owner):
-        return None
-
+async def test_node_daemon_describes_its_address_memory_and_measured_peak(daemon, home, monkeypatch):
     async def measured(socket_path, entry, argument, environment):
         assert (entry, argument) == ("peak", {"device": "cpu"})
         assert environment == {"CUDA_VISIBLE_DEVICES": ""}, "GPUs belong to ranks"
         return Store(json.dumps({"peak_flops": 5e9, "source": "measured"}).encode() + b"\n")
 
-    monkeypatch.setattr(module, "on_termination", lambda act: None)
     monkeypatch.setattr(module, "fork", measured)
-    monkeypatch.setattr(ZygoteOwner, "start", started)
     monkeypatch.setattr(ZygoteOwner, "pid", 77)
     room = {module.SHARED_MEMORY: SimpleNamespace(total=100, used=30, free=70)}
     monkeypatch.setattr(module.shutil, "disk_usage", room.__getitem__)
-
-    async def body():
-        assert (await daemon.describe()).peak_flops is None
-        await daemon.start()
-        await daemon._peak
-        assert home.snapshot_root.is_dir() and home.runtime_folder.is_dir(), "before the first trainer needs it"
-        return await daemon.describe()
-
-    try:
-        about = go(body)
-    finally:
-        home.remove_runtime_folder()
+    assert (await daemon.describe()).peak_flops is None
+    await daemon.start()
+    await daemon._peak
+    assert home.snapshot_root.is_dir() and home.runtime_folder.is_dir(), "before the first trainer needs it"
+    about = await daemon.describe()
     assert (about.peak_flops, about.zygote_pid, about.pid) == (5e9, 77, os.getpid())
     assert (about.address, about.heartbeat_port) == daemon._heartbeat.address
     assert about.heartbeat_secret == daemon._heartbeat.secret
     assert (about.shared_memory_bytes, about.shared_memory_free_bytes) == (100, 70)
 
 
-def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_left(
-    go, daemon, stores, home, monkeypatch
-):
-    async def nothing(owner):
-        return None
-
-    monkeypatch.setattr(module, "on_termination", lambda act: None)
-    monkeypatch.setattr(NodeDaemon, "_measure_peak", nothing)
-    for method in ("start", "close"):
-        monkeypatch.setattr(ZygoteOwner, method, nothing)
-
-    async def body():
-        await daemon.start()
-        memory = SnapshotMemory("node_memory", paths.memory_socket(home.runtime_folder, module.this_host().node))
-        path = home.snapshot_folder("job") / "rank-00000.snapshot"
-        (await asyncio.to_thread(memory.create, path, Form(bytes(16), 100))).close()
-        assert held_bytes(daemon._memory) > 0 and in_node_memory(path)
-        await daemon.end_job("job", keep_snapshots=True)
-        assert held_bytes(daemon._memory) > 0
-        await daemon.end_job("job")
-        assert held_bytes(daemon._memory) == 0
-        await daemon.shutdown()
-        assert not memory.server.exists()
-
-    try:
-        go(body)
-    finally:
-        home.remove_runtime_folder()
+async def test_snapshots_outside_of_shared_memory_are_the_daemons_until_their_job_has_left(daemon, home):
+    await daemon.start()
+    memory = SnapshotMemory("node_memory", paths.memory_socket(home.runtime_folder, module.this_host().node))
+    path = home.snapshot_folder("job") / "rank-00000.snapshot"
+    (await asyncio.to_thread(memory.create, path, Form(bytes(16), 100))).close()
+    assert held_bytes(daemon._memory) > 0 and in_node_memory(path)
+    await daemon.end_job("job", keep_snapshots=True)
+    assert held_bytes(daemon._memory) > 0
+    await daemon.end_job("job")
+    assert held_bytes(daemon._memory) == 0
+    await daemon.shutdown()
+    assert not memory.server.exists()
 
 
 @pytest.mark.parametrize("removed", ["a socket", "the folder"])
-def test_daemon_whose_socket_or_folder_is_removed_is_reached_again(go, daemon, home, monkeypatch, removed):
-    async def nothing(owner):
-        return None
-
+async def test_daemon_whose_socket_or_folder_is_removed_is_reached_again(daemon, home, monkeypatch, removed):
     monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(module, "on_termination", lambda act: None)
-    monkeypatch.setattr(NodeDaemon, "_measure_peak", nothing)
-    for method in ("start", "close"):
-        monkeypatch.setattr(ZygoteOwner, method, nothing)
     folder = home.runtime_folder
     here, keeper = drain_socket(folder, "n1"), paths.memory_socket(folder, module.this_host().node)
-
-    async def body():
-        await daemon.start()
-        if removed == "a socket":
-            here.unlink()
-            keeper.unlink()
-        else:
-            home.remove_runtime_folder()
-        while not (here.exists() and keeper.exists()):
-            await asyncio.sleep(0.01)
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert await asyncio.to_thread(_ask, here, 5.0) == "n1" and daemon._heartbeat.state.draining
-        descriptor = os.open(folder, os.O_RDONLY)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        await daemon.shutdown()
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(descriptor)
-
-    try:
-        go(body)
-    finally:
+    await daemon.start()
+    if removed == "a socket":
+        here.unlink()
+        keeper.unlink()
+    else:
         home.remove_runtime_folder()
+    while not (here.exists() and keeper.exists()):
+        await asyncio.sleep(0.01)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert await asyncio.to_thread(_ask, here, 5.0) == "n1" and daemon._heartbeat.state.draining
+    descriptor = os.open(folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    await daemon.shutdown()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 @pytest.mark.parametrize("said", [b"", b"late"])
@@ -352,23 +279,19 @@ def test_node_daemon_without_measurable_devices_reports_no_peak(go, daemon, monk
     assert made[0].closed, "who measures ends with that"
 
 
-def test_node_daemon_shutdown_ends_zygote_stores_and_heartbeat(go, daemon, stores, home, monkeypatch):
+async def test_node_daemon_shutdown_ends_zygote_stores_and_heartbeat(daemon, stores, home, monkeypatch):
     ended = []
 
     async def close(owner):
         ended.append(home.snapshot_root.exists())
 
     monkeypatch.setattr(ZygoteOwner, "close", close)
-
-    async def body():
-        home.snapshot_folder("job").mkdir(parents=True)
-        daemon._peak = asyncio.create_task(asyncio.Event().wait())
-        await daemon.start_store("job", 1)
-        await daemon.shutdown()
-        await asyncio.wait({daemon._peak})
-        assert daemon._peak.cancelled()
-
-    go(body)
+    home.snapshot_folder("job").mkdir(parents=True)
+    daemon._peak = asyncio.create_task(asyncio.Event().wait())
+    await daemon.start_store("job", 1)
+    await daemon.shutdown()
+    await asyncio.wait({daemon._peak})
+    assert daemon._peak.cancelled()
     assert ended == [False], "the snapshots of its trainers are gone by then"
     assert not daemon._heartbeat._thread.is_alive()
     assert stores[0].ended and stores[0].closed
@@ -381,50 +304,38 @@ DOCUMENT = {
 }
 
 
-def test_node_daemon_checks_data_as_the_ranks_will_see_it(go, home, tmp_path):
+async def test_node_daemon_checks_data_as_the_ranks_will_see_it(home, tmp_path):
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("words and more words. " * 200)
     document = {**DOCUMENT, "data": {"source": "text", "paths": [str(corpus)]}}
-
-    async def body():
-        daemon = NodeDaemon("n1", str(home.home))
-        assert await daemon.check_data(document, None) is None
-        assert await daemon.check_data(document, [str(tmp_path)]) is None
-        assert "is not below any of the folders" in await daemon.check_data(document, ["/elsewhere"])
-        corpus.unlink()
-        assert str(corpus) in await daemon.check_data(document, None)
-        daemon._heartbeat.close()
-
-    go(body)
+    daemon = NodeDaemon("n1", str(home.home))
+    assert await daemon.check_data(document, None) is None
+    assert await daemon.check_data(document, [str(tmp_path)]) is None
+    assert "is not below any of the folders" in await daemon.check_data(document, ["/elsewhere"])
+    corpus.unlink()
+    assert str(corpus) in await daemon.check_data(document, None)
+    daemon._heartbeat.close()
 
 
-def test_file_systems_that_do_not_answer_take_no_thread_that_the_end_of_a_job_needs(go, daemon, monkeypatch):
+async def test_file_systems_that_do_not_answer_take_no_thread_that_the_end_of_a_job_needs(daemon, monkeypatch):
     answers = threading.Event()
     monkeypatch.setattr(module.DataRoots, "check", lambda self, spec: answers.wait(20))
-
-    async def body():
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        look = asyncio.create_task(daemon.check_data(DOCUMENT, None))
-        try:
-            async with asyncio.timeout(10):
-                await asyncio.sleep(0)
-                assert await asyncio.to_thread(lambda: "what the end of a job has to do")
-            assert not look.done()
-        finally:
-            answers.set()
-        assert await look is None
-
-    go(body)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    look = asyncio.create_task(daemon.check_data(DOCUMENT, None))
+    try:
+        async with asyncio.timeout(10):
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(lambda: "what the end of a job has to do")
+        assert not look.done()
+    finally:
+        answers.set()
+    assert await look is None
 
 
-def test_node_daemon_reports_unshared_folders_and_uses_a_home_of_its_own(go, home, tmp_path, monkeypatch):
+async def test_node_daemon_reports_unshared_folders_and_uses_a_home_of_its_own(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "own"))
-
-    async def body():
-        daemon = NodeDaemon("n1", "/not/here", installation="manta-1", to_share=["/not/here"])
-        about = await daemon.describe()
-        assert about.unshared == ("/not/here",) and len(about.code) == 16
-        assert str(tmp_path / "own") in str(daemon._paths.home)
-        daemon._heartbeat.close()
-
-    go(body)
+    daemon = NodeDaemon("n1", "/not/here", installation="manta-1", to_share=["/not/here"])
+    about = await daemon.describe()
+    assert about.unshared == ("/not/here",) and len(about.code) == 16
+    assert str(tmp_path / "own") in str(daemon._paths.home)
+    daemon._heartbeat.close()

@@ -204,32 +204,23 @@ def job(row: Row) -> dict[str, Any]:
     lists = {"three on the last": [*ones, three], "three on the first": [three, *ones]}
     return document(
         model={
-            "layers": max(2, stages) + more,
-            "hidden_size": 16,
-            "ffn_hidden_size": 40,
+            "layers": max(2, stages) + more, "hidden_size": 16, "ffn_hidden_size": 40,
             **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads", "family")},
             "head_dim": row["head_dim"],
             **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
         data=DATA[row["documents"]],
         train={
-            "steps": 1,
-            "global_batch_size": sequences(row),
-            "micro_batch_size": row["micro_batch_size"],
-            "attention": row["attention"],
-            "head_tokens": row["head_tokens"],
-            "deterministic": row["deterministic"],
+            "steps": 1, "global_batch_size": sequences(row), "micro_batch_size": row["micro_batch_size"],
+            "attention": row["attention"], "head_tokens": row["head_tokens"], "deterministic": row["deterministic"],
             "optimizer": {"beta1": 0.0, "clip_norm": 0.0},
         },
         parallel={
             **{name: row[name] for name in ("tensor", "pipeline", "data", "sequence_parallel", "zero")},
-            "schedule": schedule,
-            "virtual_stages": virtual_stages,
-            "stage_layers": lists.get(row["layers"]),
-            "bucket_megabytes": row["bucket_megabytes"],
-            **recompute,
+            "schedule": schedule, "virtual_stages": virtual_stages, "stage_layers": lists.get(row["layers"]),
+            "bucket_megabytes": row["bucket_megabytes"], **recompute,
         },
-    )
+    )  # fmt: skip
 
 
 def sequences(row: Row) -> int:

@@ -39,15 +39,11 @@ def training_job(corpus: str, layout: tuple[int, int, int], **train) -> dict:
     return document(
         data={"paths": [corpus], "validation_fraction": 0.1, "validation": sets},
         train={
-            "steps": STEPS,
-            "micro_batch_size": 2,
-            "validate_every": 8,
-            "validation_batches": 3,
-            "optimizer": optimizer,
-            **train,
+            "steps": STEPS, "micro_batch_size": 2, "validate_every": 8, "validation_batches": 3,
+            "optimizer": optimizer, **train,
         },
         parallel=axes(layout),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

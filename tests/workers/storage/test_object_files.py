@@ -2,6 +2,7 @@
 one that is taken for absent."""
 
 import itertools
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -141,11 +142,8 @@ def test_unreachable_store_is_named(bucket):
 
 
 def test_missing_store_package_is_named_with_its_installation(monkeypatch):
-    def missing(scheme, **options):
-        raise ImportError
-
     object_files._object_files.cache_clear()
-    monkeypatch.setattr(fsspec, "filesystem", missing)
+    monkeypatch.setattr(fsspec, "filesystem", Mock(side_effect=ImportError))
     with pytest.raises(object_files.StoreNotInstalled, match=r"^s3:// needs the package s3fs, .*'manta-train\[s3\]'$"):
         files_of(ObjectPath("s3", "bucket"))
 

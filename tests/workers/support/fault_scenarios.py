@@ -241,13 +241,9 @@ def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]
         model={"layers": 4, "hidden_size": 16, "kv_heads": 2, "dropout": row["dropout"]},
         data={"paths": [corpus], "validation_fraction": 0.1},
         train={
-            "steps": STEPS,
-            "global_batch_size": BATCH,
-            "micro_batch_size": 1 if row["schedule"] == "interleaved" else 2,
-            "deterministic": row["deterministic"],
-            "precision": row["precision"],
-            "frozen": list(row["frozen"]),
-            "validate_every": 3,
+            "steps": STEPS, "global_batch_size": BATCH,
+            "micro_batch_size": 1 if row["schedule"] == "interleaved" else 2, "deterministic": row["deterministic"],
+            "precision": row["precision"], "frozen": list(row["frozen"]), "validate_every": 3,
             "validation_batches": 1,
         },
         parallel=parallel,
@@ -257,4 +253,4 @@ def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]
             "nonfinite": "fail" if row["bad"] == "none" else row["bad"],
             "roll_back_steps": 2,
         },
-    )
+    )  # fmt: skip

@@ -67,28 +67,16 @@ class FlightDump:
         dtypes = [] if sizes is None else [dtype]
         self.entries.append(
             {
-                "record_id": self._next,
-                "pg_id": made,
-                "process_group": [name_of_group, group],
-                "thread_name": "pt_autograd_0",
-                "thread_id": "140645126110080",
-                "collective_seq_id": self._numbers[made, False],
-                "p2p_seq_id": self._numbers[made, True],
-                "op_id": self._operations,
-                "profiling_name": f"nccl:{name}",
-                "time_created_ns": 1795650021699368678 + self._next,
-                "input_sizes": tensors,
-                "input_dtypes": dtypes,
-                "output_sizes": tensors,
-                "output_dtypes": dtypes,
-                "state": state,
-                "time_discovered_started_ns": 0,
+                "record_id": self._next, "pg_id": made, "process_group": [name_of_group, group],
+                "thread_name": "pt_autograd_0", "thread_id": "140645126110080",
+                "collective_seq_id": self._numbers[made, False], "p2p_seq_id": self._numbers[made, True],
+                "op_id": self._operations, "profiling_name": f"nccl:{name}",
+                "time_created_ns": 1795650021699368678 + self._next, "input_sizes": tensors, "input_dtypes": dtypes,
+                "output_sizes": tensors, "output_dtypes": dtypes, "state": state, "time_discovered_started_ns": 0,
                 "time_discovered_completed_ns": 0 if state != "completed" else 1795650021699368679 + self._next,
-                "retired": state == "completed",
-                "timeout_ms": 1800000,
-                "is_p2p": is_p2p,
+                "retired": state == "completed", "timeout_ms": 1800000, "is_p2p": is_p2p,
             }
-        )
+        )  # fmt: skip
         self._next += 1
 
     @property

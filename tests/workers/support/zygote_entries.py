@@ -20,14 +20,9 @@ def echo(argument: dict, control: socket.socket) -> int:
     print("hello from stdout")
     print("hello from stderr", file=sys.stderr)
     _say(
-        control,
-        argument=argument,
-        pid=os.getpid(),
-        group=os.getpgid(0),
-        variable=os.environ.get("MANTA_TEST"),
-        descriptors=len(list(Path("/proc/self/fd").iterdir())),
-        time=time.time(),
-    )
+        control, argument=argument, pid=os.getpid(), group=os.getpgid(0), variable=os.environ.get("MANTA_TEST"),
+        descriptors=len(list(Path("/proc/self/fd").iterdir())), time=time.time(),
+    )  # fmt: skip
     return int(argument.get("code", 0))
 
 

@@ -1,10 +1,18 @@
-"""How many cores a process may use: those it is bound to, and what its control groups leave it."""
+"""Cores: how many there are, who else uses them, and who goes first."""
+
+from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
-from manta.workers.system.resources import usable_cores
+from manta.workers.system import processes, resources
+from manta.workers.system.processes import AUTOGROUP, NICENESS
+from manta.workers.system.resources import OtherCpuLoad, usable_cores
 
 
 @pytest.fixture
@@ -47,3 +55,105 @@ def test_core_limits_of_cgroups_v1_are_read(machine, quota, cores):
     group = "sys/fs/cgroup/cpu,cpuacct/docker/one"
     files = {f"{group}/cpu.cfs_quota_us": quota, f"{group}/cpu.cfs_period_us": "100000"}
     assert machine(16, "5:memory:/docker/one\n4:cpu,cpuacct:/docker/one", **files) == cores
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    """Seconds that went by, that all cores were busy, and that this process was."""
+    now = {"passed": 0.0, "busy": 0.0, "own": 0.0}
+    monkeypatch.setattr(resources.time, "monotonic", lambda: now["passed"])
+    monkeypatch.setattr(resources, "_busy_seconds", lambda: now["busy"])
+    monkeypatch.setattr(resources, "_own_seconds", lambda: now["own"])
+    return now
+
+
+def test_cores_busy_with_other_work_exclude_this_process(clocks):
+    work = OtherCpuLoad()
+    clocks.update(passed=10.0, busy=16.0, own=9.0)
+    assert work.cores() == pytest.approx(0.7)
+    clocks.update(own=17.0)  # the kernel counts in ticks
+    assert work.cores() == 0.0
+
+
+def test_other_work_is_unknown_if_the_kernel_does_not_tell(clocks):
+    work = OtherCpuLoad()
+    clocks.update(busy=None)
+    assert work.cores() is None
+
+
+def test_busy_time_is_available_from_this_kernel():
+    work, until = OtherCpuLoad(), time.process_time() + 0.05
+    before = resources._busy_seconds(), resources._own_seconds()
+    while time.process_time() < until:
+        pass
+    assert resources._own_seconds() > before[1] and resources._busy_seconds() >= before[0]
+    assert work.cores() >= 0.0
+
+
+SCRIPT = """
+import os, threading
+from manta.workers.system.processes import lower_priority
+os.nice({before})
+lower_priority(), lower_priority()
+late = []
+thread = threading.Thread(target=lambda: late.append(os.getpriority(os.PRIO_PROCESS, 0)))
+thread.start(), thread.join()
+print(os.getpriority(os.PRIO_PROCESS, 0), *late)
+"""
+
+OF_A_SESSION = """
+import threading
+from manta.workers.system.processes import AUTOGROUP, lower_priority
+lower_priority()
+for thread in threading.enumerate()[1:]:
+    thread.join()  # it asks again: somebody else on this machine has just asked
+print(AUTOGROUP.read_text())
+"""
+
+
+def niceness_after(before: int) -> list[int]:
+    """Niceness of a process and of a thread that it starts afterwards."""
+    command = [sys.executable, "-c", SCRIPT.format(before=before)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, start_new_session=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+def test_process_and_its_threads_lower_their_priority():
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    assert niceness_after(0) == [max(NICENESS, before)] * 2
+
+
+def test_lower_priority_keeps_a_process_that_is_nicer_already():
+    assert niceness_after(19) == [19, 19]
+
+
+def test_lower_priority_applies_to_its_own_session_only():
+    if not AUTOGROUP.exists():
+        pytest.skip("this kernel does not group processes by session")
+    ours = AUTOGROUP.read_text()
+    done = subprocess.run(
+        [sys.executable, "-c", OF_A_SESSION], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    if not done.stdout.split():
+        pytest.skip("here a new session stays in the group that all have, which has no niceness")
+    assert done.stdout.split()[-2:] == ["nice", str(NICENESS)]
+    assert AUTOGROUP.read_text() == ours, "another session"
+
+
+def test_lower_priority_is_retried_while_the_kernel_is_busy(monkeypatch):
+    answers = [BlockingIOError(), BlockingIOError(), None]
+
+    class Autogroup:
+        def write_text(self, text):
+            assert text == str(NICENESS)
+            if answer := answers.pop(0):
+                raise answer
+
+    monkeypatch.setattr(processes, "AUTOGROUP", Autogroup())
+    monkeypatch.setattr(processes, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
+    before = set(threading.enumerate())
+    processes.lower_priority()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert not answers

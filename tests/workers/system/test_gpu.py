@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -95,12 +96,13 @@ def test_cpu_keeps_its_kernel_settings(chosen):
 
 
 def test_attention_without_an_available_kernel_advises_the_explicit_one(monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("No available kernel. Aborting execution.")
-
     q, visible = torch.randn(1, 4, 2, 8), Visible(None)
     with monkeypatch.context() as patched:
-        patched.setattr(F, "scaled_dot_product_attention", refuse)
+        patched.setattr(
+            F,
+            "scaled_dot_product_attention",
+            Mock(side_effect=RuntimeError("No available kernel. Aborting execution.")),
+        )
         with pytest.raises(ModelError, match=r"set train\.attention: explicit"):
             cached_attention(q, q, q, visible)
     assert cached_attention(q, q, q, visible).shape == q.shape

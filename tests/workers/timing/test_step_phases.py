@@ -94,13 +94,9 @@ def test_parts_of_a_measured_step_follow_its_phases(step, clock):
         clock.now += 64
     seconds = step.parts.end()
     assert {part: spent for part, spent in seconds.items() if spent} == {
-        "data": 1,
-        "pipeline_communication": 2,
-        "forward": 4,
-        "tensor_communication": 8,
-        "other": 16,
+        "data": 1, "pipeline_communication": 2, "forward": 4, "tensor_communication": 8, "other": 16,
         "optimizer": 96,
-    }
+    }  # fmt: skip
 
 
 def test_measured_forward_work_within_backward_is_recomputation(step, clock):
@@ -147,16 +143,11 @@ def test_phase_callback_is_called_at_every_recorded_phase(step):
 
 
 RECORDED = {
-    "data": ["data"],
-    "forward": ["receive_forward", "forward", "send_forward"],
+    "data": ["data"], "forward": ["receive_forward", "forward", "send_forward"],
     "backward": ["receive_backward", "backward", "backward_input", "backward_weight", "send_backward"],
-    "reduction": ["reduction"],
-    "agreement": ["replica_check", "agreement"],
-    "optimizer": ["optimizer"],
-    "snapshot": ["snapshot"],
-    "checkpoint": ["checkpoint"],
-    "validation": ["validation"],
-}
+    "reduction": ["reduction"], "agreement": ["replica_check", "agreement"], "optimizer": ["optimizer"],
+    "snapshot": ["snapshot"], "checkpoint": ["checkpoint"], "validation": ["validation"],
+}  # fmt: skip
 """As what phases of a step are told to whoever looks where a rank stands."""
 
 

@@ -1,4 +1,4 @@
-"""config.json and the section `model` say the same, both ways, and what cannot be said is one sentence."""
+"""Configurations of other libraries, and what the documentation says of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+from documented import blocks_of, run_blocks
 from engine_specs import document
 from their_models import KINDS, LLAMA3, YARN
 
@@ -201,3 +203,21 @@ def test_file_in_place_of_a_weights_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="there is no folder"):
         read_config(tmp_path / "file")
+
+
+BLOCKS = blocks_of("models.md")
+
+
+@pytest.mark.parametrize("block", [text for kind, text in BLOCKS if kind == "yaml" and not text.startswith("#")])
+def test_the_examples_of_families_are_specs(block):
+    spec = parse_job_spec({**document(), **yaml.safe_load(block)})
+    assert spec.model.family in block
+
+
+@pytest.mark.soak
+def test_weights_go_in_and_out_as_the_page_says(tmp_path):
+    pytest.importorskip("transformers")
+    ran = run_blocks(BLOCKS, tmp_path)
+    assert "step 4/4" in ran[2]
+    assert "has the weights of" in ran[3]
+    assert (tmp_path / "exported" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Folders of safetensors: cut files, wrong names, shapes and dtypes are one sentence that names file and tensor."""
+"""Folders of weights: read, written and streamed, with the files beside them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,48 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
+from engine_specs import document, spec
+from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from storage_away import away
 from their_models import saved
+from torch import nn
 
+from manta.workers.checkpoint.catalog import Manifest
+from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
+from manta.workers.config import JobSpec
 from manta.workers.data.roots import DataRoots
-from manta.workers.errors import DataError, WeightsError, WeightsUnreadable
+from manta.workers.data.tokenizer import MAX_BYTES
+from manta.workers.errors import CheckpointError, DataError, WeightsError, WeightsUnreadable
+from manta.workers.parallel.tensor.shards import NamedShard, ParameterShard
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.storage.locations import parse_location
+from manta.workers.weights import folder
+from manta.workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
 from manta.workers.weights.config_import import read_config
-from manta.workers.weights.folder import INDEX, ONE_FILE, check_weights, tensors_of, weight_files
+from manta.workers.weights.export import new_folder
+from manta.workers.weights.folder import (
+    INDEX,
+    ONE_FILE,
+    NewFiles,
+    NewTensor,
+    check_weights,
+    plan_files,
+    tensors_of,
+    weight_files,
+)
+from manta.workers.weights.mapping import huggingface_tensors
+from manta.workers.weights.reading import Weights
+from manta.workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -227,3 +254,176 @@ def test_weights_obey_the_roots_of_data(whole, copied, tmp_path):
     (folder / ONE_FILE).symlink_to(outside)
     with pytest.raises(DataError, match="leads elsewhere"):
         DataRoots((folder,)).check(spec)
+
+
+def test_new_folder_is_private_until_it_is_whole_and_then_has_usual_permissions(tmp_path):
+    (tmp_path / "other").mkdir()
+    with new_folder(tmp_path / "out") as folder:
+        assert folder.stat().st_mode & 0o077 == 0, "until it is whole it is private"
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_new_folder_leaves_unfinished_folders_of_other_names(tmp_path):
+    left = {name: tmp_path / f".{name}.x.unfinished" for name in ("a[1]", "a1", "a*", "ab")}
+    for unfinished in left.values():
+        unfinished.mkdir()
+    for name in ("a[1]", "a*"):
+        with new_folder(tmp_path / name):
+            pass
+    assert {path.name for path in tmp_path.iterdir()} == {"a[1]", "a*", left["a1"].name, left["ab"].name}
+
+
+@pytest.mark.parametrize(("start", "real"), [(0, 66), (198, 65), (264, 0)])
+def test_padded_vocabulary_rows_are_filled_with_zero(start, real):
+    """A number that is none would go through gradients of the others, which it is multiplied with zero for."""
+    weights = object.__new__(Weights)
+    weights._parts = {"embedding.token.weight": []}
+    shard = ParameterShard((263, 4), 0, start, group="embedding")
+    local = torch.full((66, 4), torch.nan)
+    weights.fill(NamedShard("embedding.token.weight", nn.Parameter(local), shard, by_autograd=False), local)
+    assert local[:real].isnan().all() and (local[real:] == 0.0).all()
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 0), (-1, 0), (0, 1)])
+def test_export_names_a_parameter_of_another_shape_before_writing(tmp_path, rows, columns):
+    theirs = huggingface_tensors(spec(model={"family": "llama", "layers": 1, "hidden_size": 16}))
+    shapes: dict[str, tuple[int, int]] = {}
+    for tensor in theirs:
+        for piece in tensor.pieces:
+            height, _ = shapes.get(piece.ours, (0, 0))
+            shapes[piece.ours] = height + piece.count * piece.length, (*tensor.rows_first, 1)[1]
+    changed = "layers.0.mlp.down.weight"
+    shapes[changed] = shapes[changed][0] + rows, shapes[changed][1] + columns
+    stored = {f"model.{name}": StoredTensor(shape, "float32", ()) for name, shape in shapes.items()}
+    source = Source(parse_location(tmp_path), Manifest("job", 1, 1, {}, {}), Contents(stored))
+    with pytest.raises(CheckpointError, match=rf"should be .*, found .* as {changed}"):
+        write_tensors(source, theirs, "float32", None, 1)  # type: ignore[arg-type]
+
+
+def test_export_uses_as_many_threads_as_memory_allows():
+    def beside_each_other(files: int) -> StoredTensor:
+        each = [StoredRectangle((0, n), (8, 1), f"{n}", 0, 1000) for n in range(files)]
+        return StoredTensor((8, files), "float32", tuple(each))
+
+    assert [threads_for([beside_each_other(1)], processors) for processors in (1, 2, 64)] == [1, 2, MAX_THREADS]
+    assert threads_for([beside_each_other(1), beside_each_other(64)], 64) == 1
+
+
+TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
+
+
+def test_safetensors_pieces_may_come_in_any_order_and_gaps_are_zero(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
+    written: list[int] = []
+    values = numpy.arange(12, dtype=numpy.float32)
+    pieces = [("c", 0, values[:4]), *(("a", 4 * n, values[n : n + 3]) for n in (9, 0, 6, 3))]
+    planned = plan_files(TENSORS, "float32", 60)
+    with NewFiles(tmp_path, planned, "float32", written.append) as files, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda piece: files.write(*piece), pieces))
+    assert sum(written) == 16 + 48
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    first, second = (load_arrays(tmp_path / name) for name in names)
+    assert first["a"].tolist() == values.reshape(3, 4).tolist()
+    assert second["b"].tolist() == [0.0] * 5
+    assert second["c"].tolist() == [[0.0, 1.0], [2.0, 3.0]]
+
+
+@pytest.mark.parametrize(("most", "held"), [(67, "a bc"), (68, "ab c"), (84, "abc"), (1, "a b c")])
+def test_safetensors_file_holds_as_many_bytes_as_allowed(most, held):
+    """Of 48, 20 and 16; one that is larger than that has a file of its own."""
+    planned = plan_files(TENSORS, "float32", most)
+    assert " ".join("".join(tensor.name for tensor in file) for file in planned.values()) == held
+
+
+def test_safetensors_write_beyond_its_tensor_is_refused(tmp_path):
+    planned, problem = plan_files(TENSORS, "float32", 1000), "a has 48 bytes, not 52"
+    with NewFiles(tmp_path, planned, "float32") as files, pytest.raises(ValueError, match=problem):
+        files.write("a", 40, bytes(12))
+
+
+def test_failed_flush_fails_the_whole_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "FLUSH_BYTES", 8)
+    monkeypatch.setattr(folder.os, "fdatasync", Mock(side_effect=OSError(5, "Input/output error")))
+    with pytest.raises(OSError, match="Input/output error"), NewFiles(tmp_path, {"file": TENSORS}, "float32") as files:
+        files.write("a", 0, bytes(8))
+
+
+def added(folder: Path, **data: str) -> dict[str, str]:
+    """Names and texts of the files that are added for a checkpoint of a job with such data."""
+    (folder / "out").mkdir(parents=True)
+    (folder / "checkpoints" / "step").mkdir(parents=True, exist_ok=True)
+    add_tokenizer(JobSpec.model_validate(document(data=data)), folder / "checkpoints" / "step", folder / "out")
+    return {path.name: path.read_text() for path in (folder / "out").iterdir()}
+
+
+def test_byte_tokenizer_is_written_beside_exported_weights(tmp_path):
+    made = added(tmp_path)
+    assert json.loads(made["tokenizer.json"]) == byte_tokenizer()
+    assert json.loads(made["tokenizer_config.json"]) == {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def test_exported_model_generates_until_the_end_of_document_token(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    made = added(tmp_path, end_of_document="<|endoftext|>")
+    spec = JobSpec.model_validate(document(data={"end_of_document": "<|endoftext|>"}, model={"family": "llama"}))
+    beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
+    assert json.loads(beside["config.json"])["eos_token_id"] == 256
+    assert json.loads(beside["generation_config.json"])["eos_token_id"] == 256
+    assert json.loads(made["tokenizer_config.json"])["eos_token"] == "<|endoftext|>"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.eos_token_id == 256 and len(tokenizer) == spec.vocabulary_size
+    assert tokenizer.encode("a<|endoftext|>") == [97, 256]
+
+
+def test_exported_model_has_no_end_token_if_none_is_known(tmp_path):
+    for data in ({}, {"end_of_document": "none"}, {"source": "chat", "template": "chatml"}):
+        spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
+        beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
+        assert json.loads(beside["config.json"])["eos_token_id"] is None
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "."])
+@pytest.mark.parametrize("tokenizer", ["bpe", "a file that is gone"])
+def test_exported_tokenizer_is_the_one_kept_beside_the_checkpoint(tmp_path, folder, tokenizer):
+    (tmp_path / "checkpoints" / "step").mkdir(parents=True)
+    (tmp_path / folder / "tokenizer.json").write_text("kept")
+    (tmp_path / "out").mkdir()
+    spec = JobSpec.model_validate(document(data={"tokenizer": tokenizer}))
+    add_tokenizer(spec, tmp_path / "checkpoints" / "step", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "kept"
+
+
+def test_export_copies_the_files_beside_a_named_tokenizer(tmp_path):
+    source = tmp_path / "llama"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (source / name).write_text(name)
+    made = added(tmp_path, tokenizer=str(source))
+    assert made == {name: name for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")}
+
+
+def test_exported_tokenizer_file_that_is_too_large_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "vocab.json").touch()
+    os.truncate(tmp_path / "vocab.json", MAX_BYTES + 1)
+    with pytest.raises(
+        WeightsError, match=r"vocab\.json cannot be read: it has \d+ bytes or more, and at most 67108864"
+    ):
+        added(tmp_path, tokenizer=str(tmp_path))
+    assert not (tmp_path / "out" / "vocab.json").exists()
+
+
+def test_export_prefers_the_kept_chat_template_to_the_tokenizers(tmp_path):
+    source = tmp_path / "llama"
+    source.mkdir()
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        (source / name).write_text(name)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "chat.json").write_text('{"template": "kept", "tokens": {}, "name": "a"}')
+    assert added(tmp_path, tokenizer=str(source))["chat_template.jinja"] == "kept"
+
+
+def test_exported_weights_without_a_known_tokenizer_have_none(tmp_path):
+    assert added(tmp_path, source="megatron") == {}
+    assert added(tmp_path / "other", tokenizer=str(tmp_path / "nowhere")) == {}

@@ -25,22 +25,19 @@ from manta.workers.zygote.server import Connection, InvalidRequest, _answer, _pa
 ROOT = Path(__file__).parents[3]
 
 
-def test_zygote_child_gets_argument_environment_and_channels(zygote, go):
-    async def body():
-        child = await fork(zygote.socket, "echo", {"code": 7, "text": "päivää"}, {"MANTA_TEST": "set"})
-        seen = json.loads(await child.control.readline())
-        assert seen["argument"] == {"code": 7, "text": "päivää"}
-        assert seen["pid"] == child.pid == seen["group"]
-        assert seen["variable"] == "set"
-        assert seen["descriptors"] == 5, "stdin, stdout, stderr, control, and the listing itself"
-        assert await child.stdout.read() == b"hello from stdout\n"
-        assert await child.stderr.read() == b"hello from stderr\n"
-        assert await child.wait() == Exit(7, None)
-        assert child.ended
-        child.kill()
-        child.close()
-
-    go(body)
+async def test_zygote_child_gets_argument_environment_and_channels(zygote):
+    child = await fork(zygote.socket, "echo", {"code": 7, "text": "päivää"}, {"MANTA_TEST": "set"})
+    seen = json.loads(await child.control.readline())
+    assert seen["argument"] == {"code": 7, "text": "päivää"}
+    assert seen["pid"] == child.pid == seen["group"]
+    assert seen["variable"] == "set"
+    assert seen["descriptors"] == 5, "stdin, stdout, stderr, control, and the listing itself"
+    assert await child.stdout.read() == b"hello from stdout\n"
+    assert await child.stderr.read() == b"hello from stderr\n"
+    assert await child.wait() == Exit(7, None)
+    assert child.ended
+    child.kill()
+    child.close()
 
 
 def test_children_compute_with_threads_of_their_own(warm_zygote, go):
@@ -62,66 +59,53 @@ def test_children_compute_with_threads_of_their_own(warm_zygote, go):
     go(body)
 
 
-def test_zygote_child_with_an_uncaught_exception_prints_it_and_exits_with_1(zygote, go):
-    async def body():
-        child = await fork(zygote.socket, "fail", {})
-        assert "RuntimeError: it went wrong" in (await child.stderr.read()).decode()
-        assert await child.wait() == Exit(1, None)
-        child.close()
-        child = await fork(zygote.socket, "leave", {})
-        assert await child.stderr.read() == b"no more\n"
-        assert await child.wait() == Exit(1, None)
-        child.close()
-
-    go(body)
+async def test_zygote_child_with_an_uncaught_exception_prints_it_and_exits_with_1(zygote):
+    child = await fork(zygote.socket, "fail", {})
+    assert "RuntimeError: it went wrong" in (await child.stderr.read()).decode()
+    assert await child.wait() == Exit(1, None)
+    child.close()
+    child = await fork(zygote.socket, "leave", {})
+    assert await child.stderr.read() == b"no more\n"
+    assert await child.wait() == Exit(1, None)
+    child.close()
 
 
-def test_signal_is_reported_and_group_dies_with_its_leader(zygote, go, gone):
-    async def body():
-        child = await fork(zygote.socket, "wait", {"grandchild": True})
-        await child.control.readline()
-        grandchild = json.loads(await child.control.readline())["grandchild"]
-        os.kill(child.pid, signal.SIGTERM)
-        assert await child.wait() == Exit(None, signal.SIGTERM)
-        assert gone(grandchild)
-        child.close()
-
-    go(body)
+async def test_signal_is_reported_and_group_dies_with_its_leader(zygote, gone):
+    child = await fork(zygote.socket, "wait", {"grandchild": True})
+    await child.control.readline()
+    grandchild = json.loads(await child.control.readline())["grandchild"]
+    os.kill(child.pid, signal.SIGTERM)
+    assert await child.wait() == Exit(None, signal.SIGTERM)
+    assert gone(grandchild)
+    child.close()
 
 
-def test_ends_of_several_children_at_once_are_all_reported(zygote, go):
+async def test_ends_of_several_children_at_once_are_all_reported(zygote):
     """The kernel sends one signal for all that end while it is not heard."""
-
-    async def body():
-        children = [await fork(zygote.socket, "wait", {}) for _ in range(3)]
+    children = [await fork(zygote.socket, "wait", {}) for _ in range(3)]
+    for child in children:
+        await child.control.readline()
+    zygote.process.send_signal(signal.SIGSTOP)
+    try:
         for child in children:
-            await child.control.readline()
-        zygote.process.send_signal(signal.SIGSTOP)
-        try:
-            for child in children:
-                os.kill(child.pid, signal.SIGKILL)
-            for child in children:
-                while "\nState:\tZ" not in Path(f"/proc/{child.pid}/status").read_text():
-                    await asyncio.sleep(0.001)
-        finally:
-            zygote.process.send_signal(signal.SIGCONT)
-        async with asyncio.timeout(10):
-            assert [await child.wait() for child in children] == [Exit(None, signal.SIGKILL)] * 3
+            os.kill(child.pid, signal.SIGKILL)
         for child in children:
-            child.close()
-
-    go(body)
+            while "\nState:\tZ" not in Path(f"/proc/{child.pid}/status").read_text():
+                await asyncio.sleep(0.001)
+    finally:
+        zygote.process.send_signal(signal.SIGCONT)
+    async with asyncio.timeout(10):
+        assert [await child.wait() for child in children] == [Exit(None, signal.SIGKILL)] * 3
+    for child in children:
+        child.close()
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_child_dies_when_its_requester_hangs_up(zygote, go, gone, stopped):
-    async def body():
-        child = await fork(zygote.socket, "wait", {"stop": stopped})
-        await child.control.readline()
-        child.close()
-        return child.pid
-
-    assert gone(go(body))
+async def test_child_dies_when_its_requester_hangs_up(zygote, gone, stopped):
+    child = await fork(zygote.socket, "wait", {"stop": stopped})
+    await child.control.readline()
+    child.close()
+    assert await asyncio.to_thread(gone, child.pid)
 
 
 def test_requester_that_is_killed_takes_its_child_along(zygote, gone):
@@ -160,50 +144,41 @@ def test_death_of_the_owner_leaves_no_process_and_no_socket(zygote_to_end, go, g
     assert not zygote_to_end.socket.exists()
 
 
-def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, go, start_zygote):
+async def test_zygote_that_ends_leaves_the_socket_of_its_successor(tmp_path, start_zygote):
     async def works(running):
         child = await fork(running.socket, "echo", {})
         assert await child.wait() == Exit(0, None)
         child.close()
 
-    async def body():
-        first = start_zygote(tmp_path, "--warm=json")
-        await works(first)
-        own = first.socket.stat().st_ino
-        second = start_zygote(tmp_path, "--warm=json")
-        while second.socket.stat().st_ino == own:
-            await asyncio.sleep(0.01)
-        first.disown()
-        assert await asyncio.to_thread(first.process.wait, 10) == 0
-        await works(second)
-
-    go(body)
+    first = start_zygote(tmp_path, "--warm=json")
+    await works(first)
+    own = first.socket.stat().st_ino
+    second = start_zygote(tmp_path, "--warm=json")
+    while second.socket.stat().st_ino == own:
+        await asyncio.sleep(0.01)
+    first.disown()
+    assert await asyncio.to_thread(first.process.wait, 10) == 0
+    await works(second)
 
 
-def test_zygote_whose_socket_is_removed_is_reached_again_and_keeps_its_children(zygote_to_end, go):
-    async def body():
-        child = await fork(zygote_to_end.socket, "wait", {})
-        await child.control.readline()
-        zygote_to_end.socket.unlink()
-        other = await fork(zygote_to_end.socket, "echo", {})
-        assert await other.wait() == Exit(0, None)
-        assert not child.ended and zygote_to_end.process.poll() is None
-        for each in (child, other):
-            each.close()
-
-    go(body)
+async def test_zygote_whose_socket_is_removed_is_reached_again_and_keeps_its_children(zygote_to_end):
+    child = await fork(zygote_to_end.socket, "wait", {})
+    await child.control.readline()
+    zygote_to_end.socket.unlink()
+    other = await fork(zygote_to_end.socket, "echo", {})
+    assert await other.wait() == Exit(0, None)
+    assert not child.ended and zygote_to_end.process.poll() is None
+    for each in (child, other):
+        each.close()
 
 
-def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
-    async def body():
-        child = await fork(zygote_to_end.socket, "wait", {})
-        await child.control.readline()
-        zygote_to_end.process.kill()
-        assert await child.wait() == Exit(None, signal.SIGKILL)
-        child.close()
-        return child.pid
-
-    assert gone(go(body))
+async def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, gone):
+    child = await fork(zygote_to_end.socket, "wait", {})
+    await child.control.readline()
+    zygote_to_end.process.kill()
+    assert await child.wait() == Exit(None, signal.SIGKILL)
+    child.close()
+    assert await asyncio.to_thread(gone, child.pid)
 
 
 @pytest.mark.parametrize(
@@ -216,43 +191,33 @@ def test_death_of_the_zygote_takes_its_children_along(zygote_to_end, go, gone):
         (b'{"entry": "echo", "argument": {}, "environment": {}}\n', "descriptors, not 0."),
     ],
 )
-def test_zygote_answers_a_malformed_request_and_serves_on(zygote, go, line, reason):
-    async def body():
-        with pytest.raises(ZygoteUnavailable, match="no entry 'absent'"):
-            await fork(zygote.socket, "absent", {})
-        reader, writer = await asyncio.open_unix_connection(zygote.socket)
-        writer.write(line)
-        assert reason in json.loads(await reader.readline())["error"]
-        assert await reader.read() == b""
-        writer.close()
-        child = await fork(zygote.socket, "echo", {})
-        assert await child.wait() == Exit(0, None)
-        child.close()
-
-    go(body)
+async def test_zygote_answers_a_malformed_request_and_serves_on(zygote, line, reason):
+    with pytest.raises(ZygoteUnavailable, match="no entry 'absent'"):
+        await fork(zygote.socket, "absent", {})
+    reader, writer = await asyncio.open_unix_connection(zygote.socket)
+    writer.write(line)
+    assert reason in json.loads(await reader.readline())["error"]
+    assert await reader.read() == b""
+    writer.close()
+    child = await fork(zygote.socket, "echo", {})
+    assert await child.wait() == Exit(0, None)
+    child.close()
 
 
-def test_zygote_tells_a_requester_of_another_release_both_protocol_numbers(zygote, go):
-    async def body():
-        await (await fork(zygote.socket, "echo", {})).wait()  # it is there
-        reader, writer = await asyncio.open_unix_connection(zygote.socket)
-        writer.write(b'{"entry": "echo", "argument": {}, "environment": {}, "protocol": 99}\n')
-        answer = json.loads(await reader.readline())
-        assert f"speaks protocol 99 and this process {PROTOCOL}: " in answer["error"]
-        assert answer["protocol"] == PROTOCOL and answer["pid"] is None
-        writer.close()
-
-    go(body)
+async def test_zygote_tells_a_requester_of_another_release_both_protocol_numbers(zygote):
+    await (await fork(zygote.socket, "echo", {})).wait()  # it is there
+    reader, writer = await asyncio.open_unix_connection(zygote.socket)
+    writer.write(b'{"entry": "echo", "argument": {}, "environment": {}, "protocol": 99}\n')
+    answer = json.loads(await reader.readline())
+    assert f"speaks protocol 99 and this process {PROTOCOL}: " in answer["error"]
+    assert answer["protocol"] == PROTOCOL and answer["pid"] is None
+    writer.close()
 
 
-def test_zygote_of_another_release_is_refused_with_one_clear_error(zygote, go, monkeypatch):
+async def test_zygote_of_another_release_is_refused_with_one_clear_error(zygote, monkeypatch):
     monkeypatch.setattr(messages, "SPOKEN", (99,))
-
-    async def body():
-        with pytest.raises(ZygoteUnavailable, match=f"zygote speaks protocol {PROTOCOL} and this process 99: end what"):
-            await fork(zygote.socket, "echo", {})
-
-    go(body)
+    with pytest.raises(ZygoteUnavailable, match=f"zygote speaks protocol {PROTOCOL} and this process 99: end what"):
+        await fork(zygote.socket, "echo", {})
 
 
 def test_zygote_answers_in_the_protocol_that_it_is_asked_in(monkeypatch):
@@ -266,67 +231,51 @@ def test_zygote_answers_in_the_protocol_that_it_is_asked_in(monkeypatch):
         assert json.loads(ours.recv(1000))["protocol"] == 1
 
 
-def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote, go):
-    async def body():
-        await (await fork(zygote.socket, "echo", {})).wait()
-        with socket.socket(socket.AF_UNIX) as early:
-            early.connect(str(zygote.socket))
-            early.send(b'{"entry"')
-        child = await fork(zygote.socket, "echo", {"text": "x" * 3_000_000})
-        assert len(json.loads(await child.control.readline())["argument"]["text"]) == 3_000_000
-        assert await child.wait() == Exit(0, None)
-        child.close()
-
-    go(body)
+async def test_request_may_be_large_and_hanging_up_early_is_no_harm(zygote):
+    await (await fork(zygote.socket, "echo", {})).wait()
+    with socket.socket(socket.AF_UNIX) as early:
+        early.connect(str(zygote.socket))
+        early.send(b'{"entry"')
+    child = await fork(zygote.socket, "echo", {"text": "x" * 3_000_000})
+    assert len(json.loads(await child.control.readline())["argument"]["text"]) == 3_000_000
+    assert await child.wait() == Exit(0, None)
+    child.close()
 
 
-def test_zygote_ignores_further_requests_on_the_connection_of_a_child(zygote, go):
-    async def body():
-        child = await fork(zygote.socket, "wait", {})
-        await child.control.readline()
-        child._requests.write(b'{"entry": "echo", "argument": {}, "environment": {}}\n')
-        await child._requests.drain()
-        other = await fork(zygote.socket, "echo", {})
-        assert await other.wait() == Exit(0, None)
-        os.kill(child.pid, signal.SIGTERM)
-        assert await child.wait() == Exit(None, signal.SIGTERM), "it was left alone"
-        for each in (child, other):
-            each.close()
-
-    go(body)
+async def test_zygote_ignores_further_requests_on_the_connection_of_a_child(zygote):
+    child = await fork(zygote.socket, "wait", {})
+    await child.control.readline()
+    child._requests.write(b'{"entry": "echo", "argument": {}, "environment": {}}\n')
+    await child._requests.drain()
+    other = await fork(zygote.socket, "echo", {})
+    assert await other.wait() == Exit(0, None)
+    os.kill(child.pid, signal.SIGTERM)
+    assert await child.wait() == Exit(None, signal.SIGTERM), "it was left alone"
+    for each in (child, other):
+        each.close()
 
 
-def test_absent_zygote_is_one_clear_error(tmp_path, go):
-    async def body():
-        with pytest.raises(ZygoteUnavailable, match="did not answer within"):
-            await fork(tmp_path / "zygote.sock", "echo", {}, timeout=0.1)
-
-    go(body)
+async def test_absent_zygote_is_one_clear_error(tmp_path):
+    with pytest.raises(ZygoteUnavailable, match="did not answer within"):
+        await fork(tmp_path / "zygote.sock", "echo", {}, timeout=0.1)
 
 
-def test_zygote_socket_left_by_a_dead_process_counts_as_absent(tmp_path, go):
+async def test_zygote_socket_left_by_a_dead_process_counts_as_absent(tmp_path):
     path = tmp_path / "zygote.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-
-    async def body():
-        with pytest.raises(ZygoteUnavailable, match="did not answer within"):
-            await fork(path, "echo", {}, timeout=0.1)
-
-    go(body)
+    with pytest.raises(ZygoteUnavailable, match="did not answer within"):
+        await fork(path, "echo", {}, timeout=0.1)
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("zygote.sock", 60.0), ("nobody.sock", 0.1)], ids=["refused", "absent"])
-def test_failed_fork_request_leaves_no_descriptor_open(zygote, go, name, seconds):
-    async def body():
-        gc.collect()  # what earlier tests have left goes now or stays
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        for _ in range(3):
-            with pytest.raises(ZygoteUnavailable):
-                await fork(zygote.socket.with_name(name), "no such entry", {}, timeout=seconds)
-        assert len(list(Path("/proc/self/fd").iterdir())) <= before
-
-    go(body)
+async def test_failed_fork_request_leaves_no_descriptor_open(zygote, name, seconds):
+    gc.collect()  # what earlier tests have left goes now or stays
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(3):
+        with pytest.raises(ZygoteUnavailable):
+            await fork(zygote.socket.with_name(name), "no such entry", {}, timeout=seconds)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_fork_request_that_timed_out_does_not_disturb_the_next(zygote, go):
@@ -373,20 +322,16 @@ def test_warm_zygote_has_one_thread_and_forks_fast(warm_zygote, go):
     assert seconds < 0.5
 
 
-def test_a_trainer_finds_all_imported_that_it_uses(warm_zygote, go, corpus, tmp_path):
+async def test_a_trainer_finds_all_imported_that_it_uses(warm_zygote, corpus, tmp_path):
     """Steps, backward passes and saves included: what it imported itself, each would after every fork."""
     job = document(data={"paths": [corpus]}, train={"steps": 2}, checkpoint={"every_steps": 1})
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-
-    async def body():
-        places = {"config": str(tmp_path / "job.yaml"), "checkpoints": str(tmp_path / "checkpoints")}
-        child = await fork(warm_zygote.socket, "train", places)
-        said, printed = await child.control.readline(), await child.stderr.read()
-        assert await child.wait() == Exit(0, None), printed
-        child.close()
-        return json.loads(said)["imported"]
-
-    assert go(body) == []
+    places = {"config": str(tmp_path / "job.yaml"), "checkpoints": str(tmp_path / "checkpoints")}
+    child = await fork(warm_zygote.socket, "train", places)
+    said, printed = await child.control.readline(), await child.stderr.read()
+    assert await child.wait() == Exit(0, None), printed
+    child.close()
+    assert json.loads(said)["imported"] == []
 
 
 def request(**changes):

@@ -109,15 +109,11 @@ def test_dropout_masks_are_independent_of_each_other():
     )
     above, right = torch.triu_indices(64, 64, 1)
     pairs = {
-        "samples": (first[0], first[1]),
-        "places": (first, other_place),
-        "rows": (first[:, 1:], first[:, :-1]),
-        "columns": (first[..., 1:], first[..., :-1]),
-        "row and column": (first[:, 1:, 1:], first[:, :-1, :-1]),
+        "samples": (first[0], first[1]), "places": (first, other_place), "rows": (first[:, 1:], first[:, :-1]),
+        "columns": (first[..., 1:], first[..., :-1]), "row and column": (first[:, 1:, 1:], first[:, :-1, :-1]),
         "row and column changed": (first[:, above, right], first[:, right, above]),
-        "sample and row": (first[1, :-1], first[0, 1:]),
-        "seeds": (first, other_seed),
-    }
+        "sample and row": (first[1, :-1], first[0, 1:]), "seeds": (first, other_seed),
+    }  # fmt: skip
     for name, (one, other) in pairs.items():
         assert near((one == other).double().mean().item(), agree, one.numel()), name
 
