@@ -61,10 +61,10 @@ SAFE = {
         service/cluster/processes.py:start_of
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave
-        workers/node/kubernetes_notices.py:_node
+        workers/node/notice_sources.py:_node
         workers/system/resources.py:control_groups
         workers/system/resources.py:_core_limit
-        workers/system/host_memory.py:_left_in
+        workers/system/resources.py:_left_in
         workers/node/host.py:own_code
         workers/zygote/server.py:_redirect
     """,

@@ -21,7 +21,7 @@ from manta.service.settings import Settings
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import spell
 from manta.workers.spec.problems import Problem, SpecError
-from manta.workers.system.ports import is_loopback
+from manta.workers.system.sockets import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from manta.service.planner.candidates import rank_totals
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action, Kind
 from manta.workers.schedules.action_lists import evaluation_actions, passes_of_rank
+from manta.workers.schedules.schedule import Action, Kind
 from manta.workers.schedules.stages import chunk_location, virtual_stage
 
 FORWARD, BACKWARD, INPUT, WEIGHT = range(4)

@@ -26,7 +26,7 @@ from manta.workers.calibration.measurements import (
     Measurements,
     ProductTime,
 )
-from manta.workers.calibration.steps import step_times
+from manta.workers.calibration.steps import document_of, step_times
 from manta.workers.config import OptimizerConfig
 from manta.workers.parallel.data import adamw
 from manta.workers.parallel.data.state import Piece
@@ -53,27 +53,6 @@ class Shapes:
     """Jobs. The small ones are bound by the host; the others show how well the constants add up."""
 
 
-def step_document(
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    size: int,
-    count: int,
-    vocabulary: int,
-    kv_heads: int | None = None,
-) -> dict[str, Any]:
-    """A job of one rank, in 16 bits; `count` micro-batches of `size`."""
-    model = {"family": family, "layers": layers, "hidden_size": hidden, "heads": heads, "kv_heads": kv_heads}
-    train = {"steps": 1000, "micro_batch_size": size, "global_batch_size": size * count}
-    return {
-        "model": {**model, "sequence_length": sequence, "vocabulary_size": vocabulary},
-        "data": {"source": "megatron", "paths": ["corpus.bin"]},
-        "train": {**train, "precision": "bf16", "seed": 1234},
-    }
-
-
 ON_GPU = Shapes(
     products=(
         (1024, 768, 768),
@@ -93,12 +72,12 @@ ON_GPU = Shapes(
     elements=(2**15, 2**23, 2**25, 2**28),
     copied=2**28,
     steps=(
-        step_document("gpt", 8, 128, 2, 128, 1, 4, 1024),
-        step_document("llama", 8, 128, 2, 128, 1, 4, 1024, 1),
-        step_document("qwen", 8, 128, 2, 128, 1, 4, 1024, 1),
-        step_document("gpt", 6, 768, 12, 1024, 8, 2, 50304),
-        step_document("llama", 4, 2048, 16, 2048, 4, 2, 32000, 8),
-        step_document("qwen", 6, 1024, 16, 2048, 2, 4, 32000, 8),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="gpt", kv_heads=None),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="llama", kv_heads=1),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="qwen", kv_heads=1),
+        document_of((6, 768, 12, 1024, 8, 2, 50304), "bf16", family="gpt", kv_heads=None),
+        document_of((4, 2048, 16, 2048, 4, 2, 32000), "bf16", family="llama", kv_heads=8),
+        document_of((6, 1024, 16, 2048, 2, 4, 32000), "bf16", family="qwen", kv_heads=8),
     ),
 )
 

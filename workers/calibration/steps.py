@@ -34,10 +34,10 @@ BUSY = (2, 512, 8, 64, 1, 8, 512)  # arithmetic and memory alike
 Shape = tuple[int, int, int, int, int, int, int]
 
 
-def document_of(shape: Shape, precision: str) -> dict[str, Any]:
-    """A job of one rank with this shape."""
+def document_of(shape: Shape, precision: str, **model: Any) -> dict[str, Any]:
+    """A job of one rank with this shape; `model`: further keys of that section."""
     layers, hidden, heads, sequence, size, count, vocabulary = shape
-    model = {"layers": layers, "hidden_size": hidden, "heads": heads, "sequence_length": sequence}
+    model |= {"layers": layers, "hidden_size": hidden, "heads": heads, "sequence_length": sequence}
     return {
         "model": model | {"vocabulary_size": vocabulary},
         "data": {"source": "megatron", "paths": ["corpus.bin"]},

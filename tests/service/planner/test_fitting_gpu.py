@@ -9,7 +9,7 @@ import pytest
 from manta.service.planner.fitting import fit_gpu, machine_measured, product_time, step_seconds
 from manta.service.planner.hardware import HOPPER, MACHINES, Gpu, UnknownMachine, measured, named_by_driver
 from manta.service.planner.operations import attention_seconds, product_seconds
-from manta.workers.calibration.device import ON_GPU, step_document
+from manta.workers.calibration.device import ON_GPU
 from manta.workers.calibration.measurements import (
     AttentionTime,
     CopyTime,
@@ -18,6 +18,7 @@ from manta.workers.calibration.measurements import (
     ProductTime,
     StepSeconds,
 )
+from manta.workers.calibration.steps import document_of
 
 ASSUMED = MACHINES["h100-80gb"]
 GPU = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
@@ -46,7 +47,7 @@ def rows(gpu: Gpu) -> Measurements:
         [CopyTime("to_device", 2**28, 2**28 / gpu.copy), CopyTime("to_host", 2**28, 0.9 * 2**28 / gpu.copy)]
     )
     for family in ("gpt", "llama", "qwen"):
-        row = StepSeconds(step_document(family, 8, 128, 2, 128, 1, 4, 1024), 1.0)
+        row = StepSeconds(document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family=family), 1.0)
         measurements.steps.append(replace(row, seconds=step_seconds(row, machine)))
     return measurements
 
