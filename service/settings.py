@@ -15,7 +15,7 @@ from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shap
 from manta.workers.errors import MantaError
 from manta.workers.node.notice_sources import UnknownSource, notice_sources
 from manta.workers.storage.locations import InvalidLocation, Location, ObjectPath, parse_location
-from manta.workers.system.ports import InvalidPortRange, PortRange
+from manta.workers.system.sockets import InvalidPortRange, PortRange
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400

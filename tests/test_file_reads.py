@@ -23,7 +23,7 @@ SAFE = {
     "a file that Manta itself writes, in its home, its cache, its temporary folder or shared memory": """
         api/cli/service.py:_private
         api/cli/service.py:_last_error_of
-        api/demo/failure.py:_train
+        api/demo/__main__.py:_train
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
         service/store/sqlite.py:preserve_log
@@ -57,14 +57,14 @@ SAFE = {
         service/cluster/ray_head.py:_wait_for_address
     """,
     "a file of the kernel, of the container or of the installation": """
-        api/ui/mounting.py:_read
+        api/ui/__init__.py:_read
         service/cluster/processes.py:start_of
         service/doctor/packages.py:driver_version
         workers/checkpoint/upload_process.py:_leave
-        workers/node/kubernetes_notices.py:_node
+        workers/node/notice_sources.py:_node
         workers/system/resources.py:control_groups
         workers/system/resources.py:_core_limit
-        workers/system/host_memory.py:_left_in
+        workers/system/resources.py:_left_in
         workers/node/host.py:own_code
         workers/zygote/server.py:_redirect
     """,
@@ -83,7 +83,7 @@ SAFE = {
         workers/weights/reading.py:_read
     """,
     "is_file or is_dir was asked just before, and only the command of whoever names it could wait": """
-        api/demo/failure.py:replay
+        api/demo/__main__.py:replay
         service/store/sqlite.py:copy_to
     """,
 }

@@ -152,3 +152,9 @@ class ReplicaDiffers(MantaError):
     """This rank's parameters differ from those of its replicas: they were changed in memory or in transit."""
 
     failure_kind = "corrupt"
+
+
+def first_line_of(error: BaseException) -> str:
+    """The kind of an error of a library, and the first line of what it says."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -6,26 +6,27 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from manta.workers.accounting.device_table import peak_of_stages
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import Batches, Prefetch
 from manta.workers.data.order import SkippedSamples
-from manta.workers.data.watch import DataWatch, check_same_tokens
+from manta.workers.data.prepare import Corpus
 from manta.workers.engine import Engine
-from manta.workers.errors import PeerLost, ReplicaDiffers, RestRequested
+from manta.workers.errors import DataError, PeerLost, ReplicaDiffers, RestRequested
 from manta.workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
-from manta.workers.numerics.bad_numbers import BadStep
-from manta.workers.numerics.guard import error_of
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.replica_check import ReplicaCheck
 from manta.workers.protocol.messages import Resume
+from manta.workers.training.bad_numbers import BadStep
 from manta.workers.training.learning_rate import learning_rate
+from manta.workers.training.number_guard import error_of
 from manta.workers.training.rank_state import NO_PATHS, RankState, StatePaths
-from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
-from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
+from manta.workers.training.reporter import DataWatch, Reporter, announce, named_samples, sample_data
+from manta.workers.training.step_row import StepRows, Validation, mean_part_seconds, memory_in_use
 from manta.workers.training.tracing import Tracing
-from manta.workers.training.validation import Validation
 
 
 class Trainer:
@@ -136,7 +137,7 @@ class Trainer:
         self.comm.progress.commit(step, self.comm.device_step_seconds)
         self._report_ranks(step, statistics)
         self._report_not_recorded(step)
-        more = mean_part_seconds(self.comm, self.state.stall_seconds) if self._measures(step) else {}
+        more = mean_part_seconds(self.comm, self.state.snapshots.stall_seconds) if self._measures(step) else {}
         if self.validation.due(step):
             more |= self.validation.losses()
         self.state.commit(step, statistics)
@@ -147,7 +148,7 @@ class Trainer:
 
         self.state.keep(step, row)
         self.state.save_checkpoint(step)
-        self.state.note_step_seconds(step, time.perf_counter() - began)
+        self.state.interval.note_step(step, time.perf_counter() - began, self.comm)
         return statistics
 
     def _measures(self, step: int) -> bool:
@@ -229,3 +230,21 @@ class Trainer:
         """End all threads; the object cannot be used any more."""
         self.prefetch.close()
         self.state.close()
+
+
+def check_same_tokens(corpus: Corpus, comm: Comm) -> None:
+    """Raise DataError unless all ranks have the same tokens, or read files of the same sizes: nodes without shared
+    storage may have different ones. Raises PeerLost."""
+    if comm.size("world") == 1:
+        return
+    words = [float(int(corpus.digest[at : at + 8], 16)) for at in range(0, 64, 8)]
+    sums = torch.tensor([*words, *(-word for word in words)], dtype=torch.float64, device=comm.device)
+    comm.all_reduce("world", sums, largest=True)
+    highest, lowest = sums[:8], -sums[8:]
+    same = torch.equal(highest, lowest)
+    comm.confirm()
+    if not same:
+        raise DataError(
+            "the ranks of this job have different tokens: the files of the corpus, or of the tokenizer, are not the "
+            "same on all of its nodes, or were changed since the job began"
+        )

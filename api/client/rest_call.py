@@ -21,7 +21,7 @@ from manta.service.settings import Settings
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import spell
 from manta.workers.spec.problems import Problem, SpecError
-from manta.workers.system.ports import is_loopback
+from manta.workers.system.sockets import is_loopback
 
 T = TypeVar("T")
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
@@ -53,7 +53,7 @@ class JobPath:
     """Path of a resource of a job."""
 
     job: str
-    """The job's id, or its name, which the client looks up before it sends anything (`api/client/job_names.py`)."""
+    """The job's id, or its name, which the client looks up before it sends anything (`api/client/calls.py`)."""
     resource: str = ""
     """The rest of the path."""
 

@@ -34,7 +34,7 @@ from manta.api.security.access import is_stranger
 from manta.api.security.credentials import credential_in
 from manta.api.security.permissions import LINK_PATH, PROBED
 from manta.service.errors import ErrorKind
-from manta.workers.system.ports import is_loopback
+from manta.workers.system.sockets import is_loopback
 
 MAX_BODY_BYTES = 1024 * 1024
 """Maximum size of a body; a job spec is about a thousand times smaller."""

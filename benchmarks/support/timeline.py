@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from manta.service.planner.pipeline import Pipeline, StageTimes
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import chunk_location
 
 

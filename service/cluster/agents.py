@@ -16,7 +16,7 @@ from manta.service.cluster.ray_private import actors_on, node_of_actor
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import AgentDescription
 from manta.workers.rank.agent import AgentOnNode
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from manta.service.cluster.placement_groups import NodeRequests, PlacementGroups
 from manta.service.cluster.ray_private import session_name
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 
 @dataclass(frozen=True)

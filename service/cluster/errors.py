@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from manta.service.errors import ErrorKind, ServiceError
 from manta.workers.protocol.messages import NodeDescription
-from manta.workers.system.ports import address_facing
+from manta.workers.system.sockets import address_facing
 
 OPEN_PORTS_ADVICE = "open the ports of MANTA_PORTS between all machines (docs/deploy/ray.md)"
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"

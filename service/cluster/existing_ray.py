@@ -22,8 +22,8 @@ from manta.service.cluster.ray_head import IMPORTED_FROM, NAMESPACE, RayUnavaila
 from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
 from manta.service.settings import without_secrets
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange, address_facing
 from manta.workers.system.processes import ends_of
+from manta.workers.system.sockets import PortRange, address_facing
 
 log = logging.getLogger(__name__)
 

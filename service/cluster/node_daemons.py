@@ -21,7 +21,7 @@ from manta.workers.node.daemon import NodeDaemon
 from manta.workers.node.host import own_code
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import ProtocolMismatch
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from manta.service.cluster.errors import OPEN_PORTS_ADVICE, OPEN_RAYS, problem_o
 from manta.service.cluster.nodes import RayNode
 from manta.workers.node.host import unreached
 from manta.workers.protocol.messages import Endpoint
-from manta.workers.system.ports import address_facing
+from manta.workers.system.sockets import address_facing
 
 MAX_NODES, PEERS = 256, 16
 """If there are more nodes, this many are drawn, and each tries this many others: a thousand nodes would need a million

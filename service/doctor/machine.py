@@ -17,8 +17,8 @@ from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
 from manta.workers.config import JobSpec
 from manta.workers.paths import SHARED_MEMORY, Paths
-from manta.workers.system.host_memory import memory_available
-from manta.workers.system.ports import LOOPBACK, outward_address
+from manta.workers.system.resources import memory_available
+from manta.workers.system.sockets import LOOPBACK, outward_address
 
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
 MIN_SHARED_BYTES = 1 << 30

@@ -19,7 +19,7 @@ from manta.workers.accounting.flops import rank_parameters
 from manta.workers.accounting.state_costs import bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.errors import failure_kind
-from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
+from manta.workers.liveness.hang_detection import REST_BYTES_PER_SECOND
 from manta.workers.protocol.reports import EXIT_SAVED, Exited, Finished, Printed, Report, Resting, TrainerStatus
 
 POLL_SECONDS = 30.0

@@ -14,7 +14,7 @@ from manta.service.planner.step_time import StepModel, StepTime
 from manta.workers.accounting.flops import step_flops
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.interleaved import INTERLEAVED
+from manta.workers.schedules.one_forward_one_backward import INTERLEAVED
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import broken_keys
 

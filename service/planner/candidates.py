@@ -17,8 +17,7 @@ from typing import NamedTuple
 from manta.service.planner.hardware import Cluster
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
-from manta.workers.schedules.interleaved import INTERLEAVED
-from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
+from manta.workers.schedules.one_forward_one_backward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
 from manta.workers.schedules.stages import even_counts, stages_of_rank
 from manta.workers.spec.batch_rules import smallest_batch
 from manta.workers.spec.divisors import divisors

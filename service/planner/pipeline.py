@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from manta.service.planner.stage_shares import chunks_of
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action, Kind
 from manta.workers.schedules.action_lists import evaluation_actions, passes_of_rank
+from manta.workers.schedules.schedule import Action, Kind
 from manta.workers.schedules.stages import chunk_location
 
 _PASSES = frozenset(("forward", "backward", "backward_input", "backward_weight"))

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from manta.workers.comm.grid import AXES, Axis
-from manta.workers.liveness.progress import DeviceRecord
-from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.liveness.progress import CONNECTING_CHANNEL, DeviceRecord
 from manta.workers.protocol.reports import Position, TrainerStatus
 
 Group = Callable[[Any, int], Sequence[int]]

@@ -29,8 +29,8 @@ from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.protocol.json_codec import MalformedMessage
 from manta.workers.schedules import SCHEDULES
+from manta.workers.step_traces.analysis import analysis_document, rank_documents, slice_document
 from manta.workers.step_traces.assembly import StepTrace, assembled
-from manta.workers.step_traces.document import analysis_document, rank_documents, slice_document
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.timing.recording import Slice, SliceKind
 

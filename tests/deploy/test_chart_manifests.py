@@ -17,7 +17,7 @@ from manta.api.routes import health
 from manta.service.cluster.node_shapes import shapes_in
 from manta.service.cluster.placement import UNITS
 from manta.service.settings import DEFAULT_PORT
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 from tests.deploy.chart import CHART, EXAMPLES, ROOT, of_kind, pods, render, render_or_refuse, run_helm
 from tests.e2e.cluster_apart import RAY_PORT, RAY_SERVER_PORTS, RAY_WORKER_PORTS
 

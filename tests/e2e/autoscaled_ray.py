@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from manta.workers.system.ports import outward_address
+from manta.workers.system.sockets import outward_address
 from tests.e2e.machines import SECRET_NAMES
 from tests.e2e.manta import SECONDS
 

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.support import own_processes
 from manta.api.serving.local_service import running_service
-from manta.workers.system.ports import LOOPBACK, outward_address
+from manta.workers.system.sockets import LOOPBACK, outward_address
 from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour
 

@@ -14,7 +14,7 @@ SET_UP = (
     "addr add 198.18.78.1/24 dev eth0",  # out of the range for tests of network devices (RFC 2544)
     "link set eth0 up",
     "link set far-end up",
-    # Where nobody is: that way Ray and `manta.workers.system.ports` look for the address that others reach.
+    # Where nobody is: that way Ray and `manta.workers.system.sockets` look for the address that others reach.
     "route add 8.8.8.8 dev eth0",
     "route add 192.0.2.1 dev eth0",
 )

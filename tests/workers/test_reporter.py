@@ -25,7 +25,7 @@ from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.protocol.reports import Event, Finished, Message, Metrics
-from manta.workers.standalone.job import MetricsFile
+from manta.workers.standalone import MetricsFile
 from manta.workers.timing.step_phases import StepPhases
 from manta.workers.training import metric_names
 from manta.workers.training import reporter as module

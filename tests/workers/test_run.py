@@ -20,12 +20,12 @@ from rank_programs import run_as_launched
 from their_models import saved
 
 from manta.workers import run
+from manta.workers import standalone as standalone
 from manta.workers.checkpoint.catalog import complete_checkpoints, seal
 from manta.workers.config import ParallelConfig
 from manta.workers.errors import CheckpointError, MantaError
 from manta.workers.settings import Launcher
-from manta.workers.standalone import job as standalone
-from manta.workers.standalone.job import TraceFile
+from manta.workers.standalone import TraceFile
 from manta.workers.system import gpu
 from manta.workers.system.threads import OF_COMPUTATION
 from manta.workers.weights.export import export

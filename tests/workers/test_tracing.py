@@ -15,8 +15,8 @@ from trace_programs import train_traced
 from manta.workers.comm.grid import RankGrid
 from manta.workers.protocol.messages import TraceOrder
 from manta.workers.protocol.reports import Profiled, TraceBegan, Traced
-from manta.workers.schedules.action import COMPUTE
 from manta.workers.schedules.action_lists import training_actions
+from manta.workers.schedules.schedule import COMPUTE
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.step_traces.analysis import bubble, critical_path
 from manta.workers.step_traces.assembly import assembled

@@ -22,13 +22,13 @@ from manta.workers.errors import MantaError, NonFiniteError, RestRequested
 from manta.workers.liveness import rank_samples
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.liveness.rank_samples import Straggler, unpacked
-from manta.workers.numerics.bad_numbers import BadStep
 from manta.workers.protocol.messages import Resume
 from manta.workers.protocol.reports import Metrics
 from manta.workers.protocol.requests import Rest, SaveAndEnd
 from manta.workers.snapshot.files import stored_steps
 from manta.workers.timing.step_phases import PARTS
 from manta.workers.trainer import StatePaths, Trainer
+from manta.workers.training.bad_numbers import BadStep
 from manta.workers.training.reporter import Reporter
 
 

@@ -10,7 +10,7 @@ from engine_specs import layout_of, spec
 
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.training.validation import Validation
+from manta.workers.training.step_row import Validation
 
 LOSSES = {
     "own": [([10.0, 6.0], 4.0), ([5.0, 3.0], 8.0), ([1.0, 2.0], 2.0)],

@@ -19,7 +19,7 @@ from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table
 from manta.workers.spec.parameters import (

@@ -61,23 +61,14 @@ class Shapes:
     """Jobs. The small ones are bound by the host; the others show how well the constants add up."""
 
 
-def step_document(
-    family: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    sequence: int,
-    size: int,
-    count: int,
-    vocabulary: int,
-    kv_heads: int | None = None,
-    precision: str = "bf16",
-) -> dict[str, Any]:
-    """A job of one rank; `count` micro-batches of `size`."""
-    model = {"family": family, "layers": layers, "hidden_size": hidden, "heads": heads, "kv_heads": kv_heads}
+def document_of(shape: tuple[int, ...], precision: str, **model: Any) -> dict[str, Any]:
+    """A job of one rank. `shape`: layers, hidden size, heads, sequence, micro-batch, micro-batches, vocabulary;
+    `model`: further keys of that section."""
+    layers, hidden, heads, sequence, size, count, vocabulary = shape
+    model |= {"layers": layers, "hidden_size": hidden, "heads": heads, "sequence_length": sequence}
     train = {"steps": 1000, "micro_batch_size": size, "global_batch_size": size * count}
     return {
-        "model": {**model, "sequence_length": sequence, "vocabulary_size": vocabulary},
+        "model": model | {"vocabulary_size": vocabulary},
         "data": {"source": "megatron", "paths": ["corpus.bin"]},
         "train": {**train, "precision": precision, "seed": 1234},
     }
@@ -102,12 +93,12 @@ ON_GPU = Shapes(
     elements=(2**15, 2**23, 2**25, 2**28),
     copied=2**28,
     steps=(
-        step_document("gpt", 8, 128, 2, 128, 1, 4, 1024),
-        step_document("llama", 8, 128, 2, 128, 1, 4, 1024, 1),
-        step_document("qwen", 8, 128, 2, 128, 1, 4, 1024, 1),
-        step_document("gpt", 6, 768, 12, 1024, 8, 2, 50304),
-        step_document("llama", 4, 2048, 16, 2048, 4, 2, 32000, 8),
-        step_document("qwen", 6, 1024, 16, 2048, 2, 4, 32000, 8),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="gpt", kv_heads=None),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="llama", kv_heads=1),
+        document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family="qwen", kv_heads=1),
+        document_of((6, 768, 12, 1024, 8, 2, 50304), "bf16", family="gpt", kv_heads=None),
+        document_of((4, 2048, 16, 2048, 4, 2, 32000), "bf16", family="llama", kv_heads=8),
+        document_of((6, 1024, 16, 2048, 2, 4, 32000), "bf16", family="qwen", kv_heads=8),
     ),
 )
 
@@ -259,7 +250,6 @@ def _attend_and_back(leaves: tuple[torch.Tensor, ...], order: tuple[int, ...], g
 
 BUSY_ROUNDS, BUSY_SECONDS = 3, 0.5
 
-# (layers, hidden, heads, sequence, micro-batch, micro-batches, vocabulary)
 STEPS_ON_CPU = (
     (4, 32, 2, 16, 1, 8, 256),  # operations
     (2, 64, 2, 64, 2, 8, 256),
@@ -275,7 +265,7 @@ BUSY = (2, 512, 8, 64, 1, 8, 512)  # arithmetic and memory alike
 def layout_document(**parallel: int) -> dict[str, Any]:
     """A minimal job with this number of ranks along each axis; a separate program decides what the ranks do."""
     layers, batch = parallel.get("pipeline", 1), parallel.get("data", 1)
-    return step_document("gpt", layers, 64, 8, 16, 1, batch, 256, precision="fp32") | {"parallel": parallel}
+    return document_of((layers, 64, 8, 16, 1, batch, 256), "fp32") | {"parallel": parallel}
 
 
 def random_batch(spec: JobSpec, device: torch.device) -> list[MicroBatch]:
@@ -304,7 +294,7 @@ class OneRank:
 
 def step_times(device: torch.device, documents: Sequence[dict[str, Any]] | None = None) -> list[StepSeconds]:
     """Step times of these jobs of one rank; by default of STEPS_ON_CPU, whose time is dominated by different costs."""
-    chosen = documents or [step_document("gpt", *shape, precision="fp32") for shape in STEPS_ON_CPU]
+    chosen = documents or [document_of(shape, "fp32") for shape in STEPS_ON_CPU]
     return [StepSeconds(each, median_seconds(OneRank(each, device).step, device, 0.5)) for each in chosen]
 
 
@@ -312,7 +302,7 @@ def busy_seconds(comm: Comm, _: JobSpec, counts: Sequence[int]) -> list[list[flo
     """Program for ranks: for each of `counts`, the seconds of a step of a job of one rank while that many ranks run
     such a job each and the others wait; empty if this rank waits. The counts take turns, BUSY_ROUNDS times, since the
     machine may be slower for a while."""
-    rank = OneRank(step_document("gpt", *BUSY, precision="fp32"), comm.device)
+    rank = OneRank(document_of(BUSY, "fp32"), comm.device)
     rank.step()
     taken: list[list[float]] = [[] for _ in counts]
     for _round in range(BUSY_ROUNDS):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,10 @@ import torch
 from manta.workers.checkpoint import catalog, durable, pruning
 from manta.workers.checkpoint.catalog import Condition, Manifest
 from manta.workers.checkpoint.checksums import FileSums
-from manta.workers.checkpoint.save import Save, SaveSearch
 from manta.workers.checkpoint.state_parts import agree, load_parts, needed_rectangles, owned_rectangles, part_lengths
 from manta.workers.checkpoint.uploads import SharedBuffer, Uploads
 from manta.workers.comm.comm import Comm
-from manta.workers.comm.shared_work import WORLD
+from manta.workers.comm.shared_work import WORLD, SharedWork
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError, MantaError, PeerLost
@@ -32,7 +32,7 @@ from manta.workers.snapshot.snapshots import NoSnapshots, ProtectedSlot, Snapsho
 from manta.workers.snapshot.state_copy import Ready, copy_tensors, event_after
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import ObjectPath, parse_location
-from manta.workers.system.pinned import PinnedMemory
+from manta.workers.system.gpu import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
 """Opens the parts of the state to save, by name, which stay unchanged within the block."""
@@ -459,3 +459,35 @@ class NoCheckpoints:
 
 def _new_thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+
+
+@dataclass
+class Save:
+    """A save of the state of committed step `step`."""
+
+    step: int
+    path: str
+    generation: int
+    """The generation that saves."""
+    ranks: SharedWork
+    """Shared work of that generation."""
+    small: dict[str, list[float]]
+    """Values of the small parts of the state that a step may change, by name."""
+    numbers: dict[str, Any] | None
+    """The manifest's numbers, for the steps up to this one."""
+    if_it_fails: str
+    """The consequence of a failure, in words."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set once the state may change, since it has been copied."""
+    abandoned: bool = False
+    """Whether its ranks have left each other, and nothing waits for it any more."""
+
+
+@dataclass
+class SaveSearch:
+    """A search for a save that earlier generations did not complete."""
+
+    step: int
+    """Committed step at which it began."""
+    is_missing: bool = False
+    """The result: whether the save is missing."""

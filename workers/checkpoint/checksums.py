@@ -170,64 +170,40 @@ class SummedFiles:
         self.sums[file.name] = summing.sums
 
 
-class CheckedFile(io.RawIOBase):
+class CheckedFile(ReadOnlyBytes):
     """Reads a file block by block; returns no byte of a block before the whole block is verified."""
 
     def __init__(self, file: Location, stream: Reader, sums: FileSums):
+        super().__init__(sums.size)
         self._file, self._stream, self._sums = file, stream, sums
-        self._position = 0
         # The last two blocks, newest last: readers of archives go from their ends to their beginnings and back.
         self._blocks = [(-1, memoryview(b"")) for _ in range(2)]
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._sums.size
 
     @property
     def block_bytes(self) -> int:
         """Bytes of each block except the last."""
         return self._sums.block_bytes
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._sums.size}[whence]
-        if position < 0:
-            raise ValueError(f"{self._file.name} has no byte {position}")
-        self._position = position
-        return position
-
-    def readinto(self, buffer: WriteableBuffer, /) -> int:
-        """Fill `buffer`; short only at the end of the file. Raises DamagedCheckpoint."""
-        wanted = memoryview(buffer).cast("B")
-        count = max(0, min(len(wanted), self._sums.size - self._position))
+    def fill(self, wanted: memoryview, at: int) -> int:
+        """All of it. Raises DamagedCheckpoint."""
         done = 0
-        while done < count:
-            number, offset = divmod(self._position, self._sums.block_bytes)
-            part = self._checked(number)[offset : offset + count - done]
+        while done < len(wanted):
+            number, offset = divmod(at + done, self._sums.block_bytes)
+            part = self._checked(number)[offset : offset + len(wanted) - done]
             wanted[done : done + len(part)] = part
             done += len(part)
-            self._position += len(part)
-        return count
+        return done
 
     def expect(self, pieces: Iterable[tuple[int, int]]) -> None:
         """(First byte, count) of all that will be read, in the file's order: distant storage is read ahead."""
         size = self._sums.block_bytes
         numbers = dict.fromkeys(block for at, count in pieces for block in range(at // size, -(-(at + count) // size)))
-        self._stream.expect((n * size, min(size, self._sums.size - n * size)) for n in numbers)
+        self._stream.expect((n * size, min(size, self.size - n * size)) for n in numbers)
 
     def check(self) -> None:
         """Read and verify the whole file. Raises DamagedCheckpoint at the first damaged block."""
-        self.expect([(0, self._sums.size)])
-        for number in range(-(-self._sums.size // self._sums.block_bytes)):
+        self.expect([(0, self.size)])
+        for number in range(-(-self.size // self._sums.block_bytes)):
             self._checked(number)
 
     def _checked(self, number: int) -> memoryview:
@@ -235,22 +211,22 @@ class CheckedFile(io.RawIOBase):
             self._blocks.reverse()
         elif number != self._blocks[1][0]:
             _, buffer = self._blocks.pop(0)
-            buffer = buffer or memoryview(bytearray(min(self._sums.block_bytes, self._sums.size)))
+            buffer = buffer or memoryview(bytearray(min(self._sums.block_bytes, self.size)))
             self._blocks.append((-1, buffer))
             self.read_block(number, buffer)
             self._blocks[1] = (number, buffer)
-        return self._blocks[1][1][: self._sums.size - number * self._sums.block_bytes]
+        return self._blocks[1][1][: self.size - number * self._sums.block_bytes]
 
     def read_block(self, number: int, buffer: memoryview) -> None:
         """Fill the beginning of `buffer` with block `number`. Raises DamagedCheckpoint, UnreadableCheckpoint."""
         at = number * self._sums.block_bytes
-        block = buffer[: self._sums.size - at]
+        block = buffer[: self.size - at]
         try:
             count = self._stream.read_into(block, at)
         except OSError as error:
             raise unreadable(self._file, error, at) from error
         if count != len(block):
-            raise damaged(self._file, f"is cut off at byte {at + count}: it should have {self._sums.size} bytes")
+            raise damaged(self._file, f"is cut off at byte {at + count}: it should have {self.size} bytes")
         if self._sums.blocks is not None and crc32(block) != self._sums.blocks[number]:
             raise damaged(self._file, f"is not what was written, in the {len(block)} bytes from byte {at}")
 

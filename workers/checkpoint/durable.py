@@ -21,10 +21,10 @@ from manta.workers.checkpoint.catalog import Manifest, manifest_of
 from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
 from manta.workers.checkpoint.contents import CONTENTS, Contents, EncodedRectangles, StoredRectangle, as_text, merged
 from manta.workers.checkpoint.dcp_metadata import metadata_file
-from manta.workers.checkpoint.opening import METADATA, opened, read_contents, sentence
+from manta.workers.checkpoint.opening import METADATA, opened, read_contents
 from manta.workers.checkpoint.uploads import Uploads
 from manta.workers.comm.shared_work import SharedWork
-from manta.workers.errors import CheckpointError
+from manta.workers.errors import CheckpointError, first_line_of
 from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, answers_for, overlap
 from manta.workers.parallel.data.state import FROZEN, MODEL
 from manta.workers.storage.files import files_of
@@ -248,7 +248,7 @@ def load(
         raise
     except Exception as error:
         kind = DamagedCheckpoint if manifest.blocks is None else CheckpointError
-        raise kind(f"the checkpoint at {path} cannot be read: {sentence(error)}") from error
+        raise kind(f"the checkpoint at {path} cannot be read: {first_line_of(error)}") from error
     return manifest, parts
 
 

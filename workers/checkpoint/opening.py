@@ -12,7 +12,7 @@ from typing import Any
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.checksums import CheckedFile, checked, damaged
 from manta.workers.checkpoint.contents import CONTENTS, Contents, StoredRectangle, StoredTensor, checked_types
-from manta.workers.errors import CheckpointError
+from manta.workers.errors import CheckpointError, first_line_of
 from manta.workers.storage.locations import Location, parse_location
 
 METADATA = ".metadata"
@@ -49,8 +49,8 @@ def explained(file: Location, manifest: Manifest, stream: CheckedFile) -> Iterat
         raise
     except Exception as error:
         if manifest.blocks is None:  # these bytes were never verified
-            raise damaged(file, f"makes no sense at byte {stream.tell()} ({sentence(error)})") from None
-        raise CheckpointError(f"{file} is as it was written, but cannot be read: {sentence(error)}") from error
+            raise damaged(file, f"makes no sense at byte {stream.tell()} ({first_line_of(error)})") from None
+        raise CheckpointError(f"{file} is as it was written, but cannot be read: {first_line_of(error)}") from error
 
 
 def read_contents(path: str | Location, manifest: Manifest) -> Contents:
@@ -61,12 +61,6 @@ def read_contents(path: str | Location, manifest: Manifest) -> Contents:
         contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)
         contents.check(manifest)
     return contents
-
-
-def sentence(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def read_metadata(stream: io.RawIOBase) -> Contents:

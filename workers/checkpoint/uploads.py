@@ -139,10 +139,7 @@ class Uploads:
             command = [sys.executable, "-P", "-m", "manta.workers.checkpoint.upload_process"]
             arguments = [str(descriptor), str(self.buffer.bytes), json.dumps(OPTIONS)]
             self._process = subprocess.Popen(
-                [*command, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[descriptor],
+                [*command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[descriptor]
             )
         return self._process
 

@@ -13,8 +13,7 @@ import torch
 
 from manta.workers.comm.grid import AXES, Axis
 from manta.workers.liveness.device_trail import DeviceEvent, DeviceTrail
-from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import NOBODY
+from manta.workers.liveness.progress import NOBODY, Progress
 
 Tensors = Sequence[torch.Tensor]
 

@@ -27,7 +27,7 @@ from manta.workers.comm.shared_work import SharedWork
 from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import Progress
 from manta.workers.protocol.requests import Requests
-from manta.workers.system.ports import PortRange, address_facing
+from manta.workers.system.sockets import PortRange, address_facing
 from manta.workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
 
@@ -69,9 +69,7 @@ class RankGrid:
             if at.pipeline not in self._ends:
                 return [rank]
             return [self.rank(Coordinates(at.tensor, stage, at.data, at.context)) for stage in self._ends]
-        size = {"tensor": self.tensor, "pipeline": self.pipeline, "data": self.data, "context": self.context}[axis]
-        base = {"tensor": at.tensor, "pipeline": at.pipeline, "data": at.data, "context": at.context}
-        return [self.rank(Coordinates(**{**base, axis: position})) for position in range(size)]
+        return [self.rank(replace(at, **{axis: position})) for position in range(getattr(self, axis))]
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """All distinct groups along `axis`, ordered by their first rank."""

@@ -25,8 +25,8 @@ from manta.workers.comm.meeting import Meeting
 from manta.workers.comm.secret import Secret
 from manta.workers.errors import MantaError, PeerLost
 from manta.workers.liveness.progress import Progress
-from manta.workers.system.ports import PortRange
 from manta.workers.system.resources import reserve_files
+from manta.workers.system.sockets import PortRange
 
 _HEADER = struct.Struct("<QQ")  # channel, payload bytes
 _BUFFER_BYTES = 4 * 1024 * 1024  # requested from the kernel, which may grant less

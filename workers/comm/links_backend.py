@@ -17,7 +17,7 @@ from manta.workers.comm.grid import AXES, Axis, RankGrid
 from manta.workers.comm.links import Links, Operation
 from manta.workers.comm.secret import Secret
 from manta.workers.liveness.progress import Progress
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 _PIPELINE_CHANNEL = AXES.index("pipeline")
 

@@ -29,9 +29,8 @@ import torch.distributed as dist
 
 from manta.workers.comm.secret import PROOF_BYTES, Secret
 from manta.workers.errors import PeerLost
-from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
-from manta.workers.system.ports import PortRange, listen
+from manta.workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from manta.workers.system.sockets import PortRange, listen
 
 NONCE_BYTES = 32
 MAX_UNAUTHENTICATED = 64

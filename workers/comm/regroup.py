@@ -9,7 +9,7 @@ those of torch 2.11, 2.13 and 2.14.
   wait, all of them together; `_abort_process_group` does that and forgets them. `Options.config.blocking`: a
   communicator can be broken off while it is made. `TORCH_NCCL_ASYNC_ERROR_HANDLING`: NCCL's watchdog, which must not
   end the process. `TORCH_FR_BUFFER_SIZE`: how much its flight recorder remembers.
-- gloo, which cannot be aborted: its connections, as the kernel names them (`workers/system/connections.py`). Tried:
+- gloo, which cannot be aborted: its connections, as the kernel names them (`workers/system/sockets.py`). Tried:
   2.13.0, 2.14.1.
 - `_world.group_count`: goes into keys that all ranks have in common. Tried: 2.13.0, 2.14.1.
 - Groups that stay and are given new members, from 2.14 on: `_new_process_group_helper(enable_reconfigure=True)`,
@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d
 
 from manta.workers.errors import DeviceLost
 from manta.workers.settings import nccl_is_the_second
-from manta.workers.system.connections import Connection, break_connections, open_connections
+from manta.workers.system.sockets import Connection, break_connections, open_connections
 
 MEETING_TIMEOUT = timedelta(seconds=20)
 """Seconds: when groups are made all members are there, so one that does not answer is dead or stopped."""

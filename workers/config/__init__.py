@@ -22,38 +22,19 @@ from manta.workers.config.fields import (
     PART_OF_A_NAME,
     TRAINED_VOCABULARY,
     Accelerator,
-    AcceleratorType,
-    AxisSize,
-    Batch,
-    Chunks,
-    Count,
-    FalseAsOff,
     FixedMapping,
-    Fraction,
-    Heads,
     JobName,
     LabelKey,
     LabelValue,
-    Layers,
-    Length,
-    NonNegativeFloat,
     ParameterGroup,
     PositiveFloat,
     Priority,
     RecomputeModule,
     Section,
-    Seed,
-    Source,
-    Steps,
-    StepsOrNever,
-    StrictBool,
-    Threads,
-    Vocabulary,
-    Width,
 )
 from manta.workers.config.model import ModelConfig, RopeConfig, RopeScaling
 from manta.workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
-from manta.workers.config.recovery import CheckpointConfig, RecoveryConfig, SpikeConfig
+from manta.workers.config.recovery import CheckpointConfig, RecoveryConfig
 from manta.workers.config.train import BatchRamp, OptimizerConfig, TrainConfig
 
 

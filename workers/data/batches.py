@@ -199,7 +199,9 @@ class Batches:
         self.reads_tokens = reads_tokens or self._separate_documents
         self.plan = BatchPlan(spec.train)
         self.corpus = open_corpus(spec, cache, record, records, watcher)
-        if self._separate_documents and self.corpus.end_of_document is None and not self._are_conversations():
+        # The ends of conversations are known without a token for it.
+        need_end = self._separate_documents and any(each.source != "chat" for each in spec.data.corpora)
+        if need_end and self.corpus.end_of_document is None:
             raise DataError(
                 "data.documents: apart needs to know the token that ends documents: set data.end_of_document, or the "
                 "tokenizer that a megatron dataset was made with"
@@ -216,10 +218,6 @@ class Batches:
         """Held by the only thread that reads."""
         self.skipped = SkippedSamples()
         """Skipped training samples; the same on all ranks."""
-
-    def _are_conversations(self) -> bool:
-        """Whether all texts are conversations, whose ends are known without a token for it."""
-        return all(each.source == "chat" for each in self.spec.data.corpora)
 
     def _held_out(
         self, tokens: list[int], cache: Path | None, record: Location | None, records: bool, watcher: Watcher

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from manta.workers.config import DataConfig
 from manta.workers.data.read_errors import read_error
-from manta.workers.data.rows import kind_of, lines_of, object_in
+from manta.workers.data.rows import kind_of, lines_of, object_in, rows_of, texts_of_rows
 from manta.workers.data.shards import CHUNK_BYTES, Section, pieces_of
 from manta.workers.data.sources import is_compressed, kind_of_file
 from manta.workers.errors import DataError
 from manta.workers.system.regular_files import open_regular
 
 if TYPE_CHECKING:
-    from manta.workers.data.chat_template import ChatTemplate
-    from manta.workers.data.conversations import Conversation
+    from manta.workers.data.chat_template import ChatTemplate, Conversation
 
 MAX_UNSPLIT_BYTES = 2**30
 """Maximum size of a text that must not be split: tokenizing it takes up to a hundred times as much memory."""
@@ -49,8 +48,7 @@ def texts_of(
     """The documents of `section`; those of source `text` come in pieces if they may be split. Empty documents are left
     out. `template`: for conversations, if already opened. Raises DataError."""
     if data.source == "chat":
-        from manta.workers.data.chat_template import open_template
-        from manta.workers.data.conversations import as_text
+        from manta.workers.data.chat_template import as_text, open_template
 
         template = template or open_template(data)
         for conversation in conversations_of(section, data):
@@ -58,8 +56,6 @@ def texts_of(
             for each in _checked(text, conversation.where):
                 yield replace(each, learned=learned)
     elif data.source == "parquet":
-        from manta.workers.data.rows import texts_of_rows
-
         for where, text in texts_of_rows(section, data.key):
             yield from _checked(text, where)
     elif data.source == "jsonl":
@@ -71,11 +67,9 @@ def texts_of(
 
 def conversations_of(section: Section, data: DataConfig) -> Iterator[Conversation]:
     """The conversations of `section`. Raises DataError."""
-    from manta.workers.data.conversations import conversation_in
+    from manta.workers.data.chat_template import conversation_in
 
     if kind_of_file(section.path, data.source) == "parquet":
-        from manta.workers.data.rows import rows_of
-
         for where, row in rows_of(section, data.key, ("tools",)):
             yield conversation_in(row, data.key, where)
     else:

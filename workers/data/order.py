@@ -65,11 +65,6 @@ class SampleOrder:
                 return position
 
 
-def derived_seed(seed: int, part: int) -> int:
-    """A seed for part number `part` of a corpus, so that parts of the same size are not visited in the same order."""
-    return _hash(seed, part)
-
-
 def _hash(*numbers: int) -> int:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")
@@ -169,8 +164,9 @@ def blended(
     shifts: bool = True,
 ) -> BlendedOrder:
     """The order over parts that begin at `begins`, whose first `training_tokens` are for training. A single part has
-    the order of `SampleOrder` itself; each of several has a seed of its own. `shifts`: as there."""
-    seeds = [seed] if len(begins) == 1 else [derived_seed(seed, part) for part in range(len(begins))]
+    the order of `SampleOrder` itself; each of several has a seed of its own, so that
+    parts of the same size are not visited in the same order. `shifts`: as there."""
+    seeds = [seed] if len(begins) == 1 else [_hash(seed, part) for part in range(len(begins))]
     pairs = zip(training_tokens, seeds, strict=True)
     orders = [SampleOrder(tokens, sequence_length, own, shifts) for tokens, own in pairs]
     return BlendedOrder(Blend(tuple(shares)), tuple(orders), tuple(begins))

@@ -32,8 +32,7 @@ from manta.workers.data.indexed_dataset import IndexedTokens, boundaries, write_
 from manta.workers.data.read_errors import is_of_the_storage, read_error
 from manta.workers.data.shards import Shard, shards_of
 from manta.workers.data.sources import CorpusFile, describe_corpus
-from manta.workers.data.token_process import Order, ShardResult
-from manta.workers.data.token_processes import Counts, tokenize_shards
+from manta.workers.data.token_process import Counts, Order, ShardResult, tokenize_shards
 from manta.workers.data.tokenizer import Tokenizer
 from manta.workers.data.unchanged_file import digest_of
 from manta.workers.errors import DataError, DataNotStored

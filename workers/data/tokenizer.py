@@ -73,6 +73,9 @@ class Tokenizer(Protocol):
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Sequence[int], Marks]]:
         """For each text the ids of its tokens, and which of these contain a character of its `spans`."""
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, without that of special tokens."""
+
 
 @dataclass(frozen=True)
 class ByteTokenizer:
@@ -98,16 +101,16 @@ class ByteTokenizer:
             encoded.append((content, marks))
         return encoded
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Invalid UTF-8, such as half a character at the end, is shown as a replacement character."""
+        return bytes(token for token in tokens if token < BYTE_VOCABULARY).decode(errors="replace")
+
 
 class FileTokenizer:
     """A tokenizer.json."""
 
     def __init__(
-        self,
-        path: str | Path,
-        end_of_document: str | None = None,
-        content: bytes | None = None,
-        needs_end: bool = True,
+        self, path: str | Path, end_of_document: str | None = None, content: bytes | None = None, needs_end: bool = True
     ):
         """`end_of_document`: the token's text, `none`, or None for the first of `ENDS` that is one of its special
         tokens (it may have none unless it `needs_end`); `content`: of the file, if it was already read. Raises

@@ -36,7 +36,7 @@ from manta.workers.protocol.json_codec import spell
 from manta.workers.settings import read_token_cache
 from manta.workers.spec.reading import parse_job_spec, with_absolute_paths
 from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
-from manta.workers.standalone.job import initial_threads, restore_newest
+from manta.workers.standalone import initial_threads, restore_newest
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location, ObjectPath, parse_location
 from manta.workers.system import gpu

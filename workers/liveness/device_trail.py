@@ -17,8 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import NOBODY
+from manta.workers.liveness.progress import NOBODY, Progress
 
 POLL_SECONDS = 0.1
 """Seconds between two looks at the device; the host gets no event when it moves on."""

@@ -14,6 +14,7 @@ import signal
 from pathlib import Path
 
 from manta.workers.paths import rank_stem
+from manta.workers.system.processes import process_state
 from manta.workers.system.regular_files import make_folder, open_regular, remove
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -40,7 +41,8 @@ def answer_with_stacks(folder: str | Path, rank: int) -> None:
 async def capture_stacks(pid: int, path: Path) -> str:
     """The stacks of all threads of process `pid`, which writes them to `path`; the kernel's information if it does not
     answer within a second. At most MAX_CHARACTERS."""
-    text = await _asked(pid, path) if _state_letter(pid) not in ("T", "t", "Z", "X", "") else ""
+    state = process_state(pid)
+    text = await _asked(pid, path) if state is not None and state.letter not in "TtZX" else ""
     return (text or from_kernel(pid))[-MAX_CHARACTERS:]
 
 
@@ -90,13 +92,6 @@ def _is_in_mask(pid: int, *names: str) -> bool:
         masks = [int(line.split()[1], 16) for line in text.splitlines() if line.startswith(names)]
         return any(mask >> (STACKS_SIGNAL - 1) & 1 for mask in masks)
     return False
-
-
-def _state_letter(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def from_kernel(pid: int) -> str:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from manta.workers.model.core_attention import cached_attention, explicit_attention, fused_attention
-from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.rotary import Rotary
-from manta.workers.model.shared import Shared, first_dropout
+from manta.workers.model.shared import INIT_STD, Shared, first_dropout, residual_std
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys

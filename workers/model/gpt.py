@@ -10,13 +10,12 @@ from torch import nn
 
 from manta.workers.config import ModelConfig
 from manta.workers.model.attention import Attention
-from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.layer import Embedding, Layer
-from manta.workers.model.shared import Shared
+from manta.workers.model.shared import INIT_STD, Shared, residual_std
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, LayerNorm, RowParallelLinear
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 class MLP(nn.Module):

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from manta.workers.model.attention import Attention
-from manta.workers.model.initial import INIT_STD
-from manta.workers.model.shared import EMBEDDING_DROPOUT, Shared, first_dropout
+from manta.workers.model.shared import EMBEDDING_DROPOUT, INIT_STD, Shared, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation, recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout
 from manta.workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
 from manta.workers.parallel.tensor.positions import Positions
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 class Dropout:

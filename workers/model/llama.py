@@ -11,14 +11,13 @@ from torch import nn
 
 from manta.workers.config import ModelConfig
 from manta.workers.model.attention import Attention
-from manta.workers.model.initial import INIT_STD, residual_std
 from manta.workers.model.layer import Embedding, Layer
-from manta.workers.model.shared import Shared
+from manta.workers.model.shared import INIT_STD, Shared, residual_std
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear, paired_forward
-from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.rms_norm import RMSNorm
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 class SwiGLU(nn.Module):

@@ -1,14 +1,16 @@
-"""State shared by all layers of a rank's model."""
+"""What all layers of a rank's model share: their state, and the standard deviations of initial weights."""
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.model.core_attention import Visible
 from manta.workers.model.rotary import Rotary
 from manta.workers.parallel.recompute.offload import HostBlocks
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 # Places in the model that have dropout; keys of different places are independent.
 EMBEDDING_DROPOUT = 0
@@ -48,3 +50,11 @@ class Shared:
 def first_dropout(layer: int) -> int:
     """The first of a layer's places of dropout: attention weights, the attention's output, the MLP's output."""
     return 1 + layer * DROPOUTS_PER_LAYER
+
+
+INIT_STD = 0.02
+
+
+def residual_std(model: ModelConfig) -> float:
+    """Scaled initialisation of layers that write into the residual stream: std / sqrt(2 L) (Radford et al. 2019)."""
+    return INIT_STD / math.sqrt(2 * model.layers)

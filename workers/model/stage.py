@@ -17,8 +17,7 @@ from torch import nn
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.model.families import parts_of
-from manta.workers.model.initial import INIT_STD
-from manta.workers.model.shared import Shared
+from manta.workers.model.shared import INIT_STD, Shared
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import checkpointed
 from manta.workers.parallel.recompute.offload import OffloadedPass, memory_of
@@ -26,7 +25,7 @@ from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.fp8 import Fp8Products
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabularyParallelOutput
 from manta.workers.parallel.tensor.products import Products, TorchProducts
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.parallel.tensor.shards import NamedShard, named_shards
 from manta.workers.schedules.stages import layers_of, stages_of_rank
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names

@@ -41,8 +41,7 @@ from manta.workers.protocol.messages import (
 from manta.workers.protocol.remote_call import serve
 from manta.workers.snapshot.node_memory import MemoryServer
 from manta.workers.system.daemon_threads import in_daemon_thread
-from manta.workers.system.ports import LOOPBACK, PortRange
-from manta.workers.system.unix_listener import POLL_SECONDS, UnixListener
+from manta.workers.system.sockets import LOOPBACK, POLL_SECONDS, PortRange, UnixListener
 from manta.workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from manta.workers.zygote.owner import ZygoteOwner
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import GpuReading, Heartbeat
-from manta.workers.system.ports import PortRange, listen
+from manta.workers.system.sockets import PortRange, listen
 
 BACKLOG = 64
 CHUNK_BYTES = 4096

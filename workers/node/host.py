@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.workers.protocol.messages import Endpoint, ListeningPorts
-from manta.workers.system.ports import PortRange, listen, outward_address
+from manta.workers.system.sockets import PortRange, listen, outward_address
 
 PACKAGE = Path(__file__).parents[1]
 

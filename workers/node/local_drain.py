@@ -19,7 +19,7 @@ from pathlib import Path
 
 from manta.workers.errors import MantaError
 from manta.workers.paths import RUNTIME_FOLDERS
-from manta.workers.system.unix_listener import UnixListener
+from manta.workers.system.sockets import UnixListener
 
 ANSWER_SECONDS = 5.0
 LINE_BYTES = 4096
@@ -39,9 +39,8 @@ async def serve_drains(listener: UnixListener, node: str, drain: Callable[[float
     """Call `drain` with the seconds that are received through `listener`."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # a client that sends something else gets no answer
+        # A client that sends something else gets no answer.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             seconds = float(json.loads(await reader.readline())["seconds"])
             if 0 <= seconds < math.inf:
                 drain(seconds)

@@ -11,8 +11,8 @@ from torch.distributed import TCPStore
 
 from manta.workers.protocol.json_codec import JsonObject, from_json, to_json
 from manta.workers.protocol.messages import StoreArgument, StorePort
-from manta.workers.system.ports import listen
 from manta.workers.system.resources import RESERVED_FILES, raise_limit
+from manta.workers.system.sockets import listen
 
 BACKLOG = 1024
 MAX_CONNECTIONS = 16_384

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import JsonObject
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 PROTOCOL = 2
 """Version of all messages between processes. It is increased by a change that the other end must know of."""
@@ -153,7 +153,7 @@ class LaunchOrder:
     faults: tuple[Fault, ...] = ()
     """Faults that were requested and have not occurred yet."""
     roll_backs: tuple[JsonObject, ...] = ()
-    """Data of the job's previous `rolled_back` events (`manta.workers.numerics.bad_numbers.RollBack`): samples that
+    """Data of the job's previous `rolled_back` events (`manta.workers.training.bad_numbers.RollBack`): samples that
     they skipped stay skipped."""
     in_place: bool = False
     """Whether a trainer that loses a peer comes to rest and waits for the next order instead of ending. A trainer that

@@ -6,7 +6,7 @@ than the receiver's is refused. It is sent as JSON (`json_codec.py`), with the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from manta.workers.liveness.flight_record import FlightRecord
@@ -44,7 +44,8 @@ class Position:
     @classmethod
     def of(cls, record: Record, device: DeviceRecord | None = None) -> Position:
         """From a record as it was read; `device`: how far its device is, as far as that can be believed."""
-        return cls(**record.to_json(), device=device)
+        names = (field.name for field in fields(cls) if field.name != "device")
+        return cls(**{name: getattr(record, name) for name in names}, device=device)
 
 
 @dataclass(frozen=True)

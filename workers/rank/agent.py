@@ -6,6 +6,8 @@ neither ray nor torch. The trainer dies with it; what the trainer reported stays
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.node.folders import paths_on_node
 from manta.workers.node.host import this_host
-from manta.workers.paths import memory_socket
+from manta.workers.paths import memory_socket, rank_stem
 from manta.workers.protocol.json_codec import JsonObject
 from manta.workers.protocol.messages import (
     AgentDescription,
@@ -28,12 +30,15 @@ from manta.workers.protocol.remote_call import Ownership, serve
 from manta.workers.protocol.reports import KillReason, Report, TrainerStatus
 from manta.workers.protocol.requests import RankRequest
 from manta.workers.rank.report_buffer import ReportBuffer
-from manta.workers.rank.snapshot_sharing import SnapshotSharing
 from manta.workers.rank.trainer_slot import StaleGeneration, TrainerSlot
 from manta.workers.settings import read_token_cache
-from manta.workers.snapshot.backup import BackupProgress
-from manta.workers.system.ports import PortRange
+from manta.workers.snapshot.backup import BackupError, BackupProgress, BackupSender, BackupServer, fetch
+from manta.workers.snapshot.files import snapshot_files, stored_steps
+from manta.workers.snapshot.node_memory import SnapshotMemory
+from manta.workers.snapshot.snapshot_file import committed_steps
+from manta.workers.system.regular_files import remove
 from manta.workers.system.resources import usable_cores
+from manta.workers.system.sockets import PortRange
 from manta.workers.zygote.client import Exit
 
 
@@ -58,7 +63,10 @@ class Agent:
         self._ownership = Ownership()
         self._reports = ReportBuffer()
         self._slot = TrainerSlot(job, rank, home, runtime_folder, snapshot_folder, self._reports)
-        self._sharing = SnapshotSharing(snapshot_folder, ports, memory_socket(runtime_folder, this_host().node))
+        self._folder, self._ports = snapshot_folder, ports
+        self._memory = SnapshotMemory(server=memory_socket(runtime_folder, this_host().node))
+        self._server: BackupServer | None = None
+        self._sender: BackupSender | None = None
 
     async def call(self, method: str, arguments: JsonObject) -> Any:
         """Call a method of this class from another process, with arguments and result as JSON (`remote_call.py`).
@@ -93,7 +101,10 @@ class Agent:
         """
         check_protocol("the control plane", order.protocol)
         launched = await self._slot.launch(order)
-        await self._sharing.begin(self._slot.rank)
+        await self.stop_backups()  # the last partner may be another rank's by now, or no rank's
+        if self._server is not None:
+            with contextlib.suppress(OSError):  # they only cost memory, and the generation has begun
+                await asyncio.to_thread(self._server.remove_former, self._slot.rank)
         return launched
 
     async def prepare(self, order: LaunchOrder) -> bool:
@@ -134,17 +145,27 @@ class Agent:
     async def snapshot_steps(self, layout: str | None = None) -> list[int]:
         """Committed steps whose state is complete in this rank's shared memory, ascending; with `layout`, only those of
         the layout with that tag."""
-        return self._sharing.steps(self._slot.rank, layout)
+        return [] if self._folder is None else stored_steps(self._folder, self._slot.rank, layout)
 
     async def snapshot_files(self) -> list[StoredSnapshot]:
         """The job's snapshot files on this node, of all ranks and layouts."""
-        return self._sharing.files()
+        files = snapshot_files(self._folder) if self._folder is not None else []
+        return [
+            StoredSnapshot(str(file.path), file.rank, file.layout, file.is_backup, tuple(committed_steps(file.path)))
+            for file in files
+        ]
 
     async def receive_backups(self, token: str, generation: int) -> Endpoint | None:
         """Accept backups of other ranks' snapshots, from callers that know `token` and are of `generation` or later,
         and serve snapshots. Returns the address; None without shared memory, where there are none. Raises BackupError
         for an older generation than before."""
-        return self._sharing.receive(token, generation)
+        if self._folder is None:
+            return None
+        if self._server is None:
+            host = this_host().address
+            self._server = BackupServer(self._folder, host, token, generation, self._ports, self._memory)
+        self._server.expect(token, generation)
+        return Endpoint(*self._server.address)
 
     async def send_backups(self, partner: Endpoint, token: str, generation: int, layout: str, every: int = 1) -> None:
         """From now on stream this rank's snapshots of the layout with tag `layout` to the agent at `partner`, and to no
@@ -152,22 +173,30 @@ class Agent:
         rank, current = self._slot.rank, self._slot.generation
         if generation < current:
             raise StaleGeneration(f"Generation {generation} of rank {rank} was replaced by {current}.")
-        await self._sharing.send(rank, partner, token, generation, layout, every)
+        await self.stop_backups()
+        if self._folder is not None:
+            address = (partner.host, partner.port)
+            self._sender = BackupSender(self._folder, rank, layout, address, token, generation, every)
 
     async def stop_backups(self) -> None:
         """Stop sending snapshots; the partner keeps what it has."""
-        await self._sharing.stop_sending()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            await asyncio.to_thread(sender.stop)
 
     async def backup_progress(self) -> BackupProgress | None:
         """The progress of this rank's backup; None without a partner."""
-        return self._sharing.progress
+        return self._sender.state if self._sender is not None else None
 
     async def fetch_snapshot(
         self, rank: int, holder: Endpoint, token: str, generation: int, layout: str, of: int | None = None
     ) -> list[int]:
         """Copy the snapshots of `rank`, or those of the rank `of` with the same state, from the agent at `holder` to
         this node; returns the steps that arrived complete. Raises BackupError, SharedMemoryError, OSError."""
-        return await self._sharing.fetch(rank, holder, token, generation, layout, of)
+        if self._folder is None:
+            raise BackupError("this agent was started without a folder in shared memory")
+        place = (self._folder, rank, layout, (holder.host, holder.port))
+        return await asyncio.to_thread(fetch, *place, token, generation, of, self._memory)
 
     async def reports(self, after: int, timeout: float, kept: tuple[int, ...] | None = None) -> list[Report]:
         """Reports with a sequence number above `after`: at once if there are any, otherwise within `timeout` seconds.
@@ -183,9 +212,20 @@ class Agent:
         return await self._slot.stop()
 
     async def close(self) -> None:
-        """Stop for good: the trainer is gone, this rank's snapshots are removed. The agent may then be killed."""
+        """Stop for good: the trainer is gone, this rank's snapshots and the backups that it received are removed. The
+        agent may then be killed."""
         await self._slot.stop()
-        await self._sharing.close(self._slot.rank)
+        await self.stop_backups()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+            self._server = None
+        if self._folder is None:
+            return
+        folder = Path(self._folder)
+        for file in folder.glob(f"{rank_stem(self._slot.rank)}.*"):
+            remove(file)
+        with contextlib.suppress(OSError):  # other ranks of the job have files there
+            folder.rmdir()
 
 
 class AgentOnNode(Agent):
@@ -206,11 +246,10 @@ class AgentOnNode(Agent):
         trainers goes to the control plane, even if the node shares the home."""
         paths = paths_on_node(home, installation)
         logs = home if paths.home == Path(home) and not reports_lines else None
-        self._snapshot_folder = str(paths.snapshot_folder(job))
         self._token_cache = str(read_token_cache(paths.token_cache))
         self._memory_socket = str(memory_socket(paths.runtime_folder, this_host().node))
-        self._ports = None if ports is None else PortRange.of(ports)
-        super().__init__(job, rank, logs, str(paths.runtime_folder), self._snapshot_folder, group, self._ports)
+        snapshots, listening = str(paths.snapshot_folder(job)), None if ports is None else PortRange.of(ports)
+        super().__init__(job, rank, logs, str(paths.runtime_folder), snapshots, group, listening)
 
     async def launch(self, order: LaunchOrder) -> Launched:
         """Like `Agent.launch`; if the order includes snapshots, they are on this node."""
@@ -221,6 +260,6 @@ class AgentOnNode(Agent):
         return await super().prepare(self._here(order))
 
     def _here(self, order: LaunchOrder) -> LaunchOrder:
-        snapshots = None if order.snapshot_folder is None else self._snapshot_folder
+        snapshots = None if order.snapshot_folder is None else self._folder
         own = replace(order, token_cache=self._token_cache, memory_keeper=self._memory_socket, ports=self._ports)
         return replace(own, snapshot_folder=snapshots)

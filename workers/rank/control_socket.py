@@ -39,10 +39,7 @@ class CommandReader:
     """Takes the commands for one trainer."""
 
     def __init__(
-        self,
-        control: socket.socket,
-        take: Callable[[Command], None],
-        orphaned: Callable[[], object] = exit_orphaned,
+        self, control: socket.socket, take: Callable[[Command], None], orphaned: Callable[[], object] = exit_orphaned
     ):
         """On the reader's thread `take` is called with each command except for orders, `orphaned` when the agent has
         disconnected."""

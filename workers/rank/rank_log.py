@@ -9,7 +9,6 @@ import os
 import time
 from collections import deque
 from pathlib import Path
-from typing import Protocol
 
 from manta.workers.protocol.reports import Printed
 from manta.workers.rank.report_buffer import ReportBuffer
@@ -17,14 +16,6 @@ from manta.workers.system.regular_files import open_to_append
 
 LINE_CHARACTERS = 8192
 TAIL_LINES = 20
-
-
-class LineSink(Protocol):
-    """Takes the output of one rank's trainers."""
-
-    def write(self, generation: int, stream: str, lines: list[str]) -> None:
-        """Take `lines` of `stream` (stdout or stderr)."""
-        ...
 
 
 class RankLog:
@@ -43,6 +34,22 @@ class RankLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with os.fdopen(open_to_append(self._path), "a", encoding="utf-8") as file:
                 file.write(text)
+
+
+class ReportedLines:
+    """Takes the lines of one rank where there is no file for them."""
+
+    def __init__(self, reports: ReportBuffer, rank: int):
+        self._reports, self._rank = reports, rank
+
+    def write(self, generation: int, stream: str, lines: list[str]) -> None:
+        """Report `lines` of `stream` (stdout or stderr)."""
+        if lines:
+            self._reports.add(Printed(stream, tuple(lines)), generation, self._rank)
+
+
+LineSink = RankLog | ReportedLines
+"""Takes the output of one rank's trainers."""
 
 
 class LineSplitter:
@@ -67,15 +74,3 @@ class LineSplitter:
 def _pieces(line: bytes) -> list[str]:
     text = line.decode(errors="replace").rstrip("\r")
     return [text[start : start + LINE_CHARACTERS] for start in range(0, len(text), LINE_CHARACTERS)] or [""]
-
-
-class ReportedLines:
-    """Takes the lines of one rank, like `RankLog` if there is a file for them."""
-
-    def __init__(self, reports: ReportBuffer, rank: int):
-        self._reports, self._rank = reports, rank
-
-    def write(self, generation: int, stream: str, lines: list[str]) -> None:
-        """Report `lines` of `stream` (stdout or stderr)."""
-        if lines:
-            self._reports.add(Printed(stream, tuple(lines)), generation, self._rank)

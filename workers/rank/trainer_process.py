@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.comm.comm import BackendKind, Comm
-from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
+from manta.workers.comm.process_groups import capture_flight_record
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested
 from manta.workers.liveness.flight_record import FlightRecord
@@ -40,7 +40,6 @@ from manta.workers.protocol.reports import (
     Failure,
     Finished,
     Message,
-    Payload,
     Prepared,
     Report,
     Resting,
@@ -48,21 +47,13 @@ from manta.workers.protocol.reports import (
 )
 from manta.workers.protocol.requests import Arm, Command, DumpFlightRecord, Requests, Rest
 from manta.workers.rank.control_socket import CommandReader, exit_orphaned, report_lines, reports_of
-from manta.workers.rank.faults import (
-    Faults,
-    InjectedError,
-    hang,
-    kill_node,
-    kill_store,
-    run_out_of_memory,
-    signal_self,
-)
+from manta.workers.rank.faults import Faults, InjectedError, hang, kill_node, kill_store, run_out_of_memory, signal_self
 from manta.workers.settings import read_backend, read_computes_on_cpu, read_visible_gpus
 from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import parse_location
 from manta.workers.system import gpu
-from manta.workers.system.priority import lower_priority
+from manta.workers.system.processes import lower_priority
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
@@ -136,7 +127,7 @@ class TrainerProcess:
         """Get ready for an order like this one, then wait for it."""
         self.order = replace(self.order, generation=0)
         self._build()
-        self._report(Prepared())
+        self.reporter.send(Prepared())
         self.order = self._commands.next_order(after=0)
 
     def _train(self) -> bool:
@@ -145,7 +136,7 @@ class TrainerProcess:
             self._join()
             trainer = self._trainer
             assert trainer is not None
-            self._report(Started(os.getpid(), self._connected_at))
+            self.reporter.send(Started(os.getpid(), self._connected_at))
             self._print(f"continues after step {trainer.step}")
             if self.order.device == "cpu":
                 lower_priority()
@@ -168,7 +159,7 @@ class TrainerProcess:
             self._trainer.rest()
             step = self._trainer.settled_step
         self._print(f"rests ({self._lost_peer})")
-        self._report(Resting(step, self._lost_peer))
+        self.reporter.send(Resting(step, self._lost_peer))
         self.order = self._commands.next_order(self.order.generation)
 
     def _finish(self) -> int:
@@ -177,7 +168,7 @@ class TrainerProcess:
         if self._trainer.ends_early:
             self.reporter.close()
             return EXIT_SAVED
-        self._report(Finished(self._trainer.step, self._trainer.clock.lap()))
+        self.reporter.send(Finished(self._trainer.step, self._trainer.clock.lap()))
         self.reporter.close()
         return 0
 
@@ -189,7 +180,7 @@ class TrainerProcess:
         kind = error.failure_kind if isinstance(error, MantaError) else "exception"
         step = self._trainer.step if self._trainer is not None else self.order.resume.step
         message = " ".join(str(error).split()) or type(error).__name__
-        self._report(Failure(kind, step + 1, type(error).__name__, message, text))
+        self.reporter.send(Failure(kind, step + 1, type(error).__name__, message, text))
         self.reporter.close()
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
 
@@ -259,9 +250,6 @@ class TrainerProcess:
                 self._send_flight_record()
             case _:
                 self._requests.add(command)
-
-    def _report(self, payload: Payload) -> None:
-        self.reporter.send(payload)
 
     def _print(self, what: str) -> None:
         print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 from manta.workers.errors import MantaError
 from manta.workers.liveness.flight_record import FlightRecord
-from manta.workers.liveness.hang_detection import TrainerWatch
-from manta.workers.liveness.hang_timeouts import REST_BYTES_PER_SECOND
+from manta.workers.liveness.hang_detection import REST_BYTES_PER_SECOND, TrainerWatch
 from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.node.host import this_host, visible
 from manta.workers.paths import Paths, zygote_socket

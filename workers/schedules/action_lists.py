@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action, Kind
+from manta.workers.schedules.schedule import Action, Kind
 from manta.workers.schedules.stages import neighbours
 
 

@@ -21,8 +21,8 @@ from manta.workers.snapshot.backup_transport import BackupError
 from manta.workers.snapshot.files import NotificationPipe, backup_path, notification_path, snapshot_path, stored_steps
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
-from manta.workers.system.ports import PortRange, listen
 from manta.workers.system.regular_files import put, remove
+from manta.workers.system.sockets import PortRange, listen
 
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""

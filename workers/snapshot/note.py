@@ -11,8 +11,8 @@ import json
 from collections import deque
 from typing import Any
 
-from manta.workers.numerics.bad_numbers import NumericsHistory
 from manta.workers.snapshot.snapshot_file import NOTE_BYTES
+from manta.workers.training.bad_numbers import NumericsHistory
 
 JOURNAL_ROWS = 256
 """Rows kept: more steps than are ever on their way to the database."""

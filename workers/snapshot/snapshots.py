@@ -29,7 +29,7 @@ from manta.workers.snapshot.files import notification_path, notify, snapshot_pat
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import NOTE_BYTES, SLOTS, Form, SnapshotFile, committed_steps
 from manta.workers.snapshot.state_copy import Done, Ready, StateCopier, copy_tensors
-from manta.workers.system.pinned import PinnedMemory
+from manta.workers.system.gpu import PinnedMemory
 
 RETRY_SECONDS = 60.0
 """Seconds between two attempts to make a file anew that was removed, which may take seconds where there is no room."""

@@ -2,7 +2,7 @@
 
 On a GPU the copies use a stream of their own, one per process: torch hands out streams from a pool of 32 repeatedly, so
 that a new one for each copy would eventually be one that other work waits for. The target memory should be registered
-(`workers/system/pinned.py`), otherwise the driver copies twice. A state in host memory (`train.optimizer.offload`) is
+(`workers/system/gpu.py`), otherwise the driver copies twice. A state in host memory (`train.optimizer.offload`) is
 copied by the thread itself: when an update has returned, no work on it is pending.
 """
 
@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from manta.workers.system.pinned import PinnedMemory
+from manta.workers.system.gpu import PinnedMemory
 
 Ready = torch.cuda.Event | None
 """On a GPU, an event after all work on the state so far."""

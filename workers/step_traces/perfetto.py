@@ -7,8 +7,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
+from manta.workers.step_traces.analysis import name_of
 from manta.workers.step_traces.assembly import StepTrace, TracedRank, nested
-from manta.workers.step_traces.document import name_of
 from manta.workers.timing.recording import Slice
 
 _VARINT, _FIXED64, _BYTES = 0, 1, 2

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy
 
-from manta.workers.errors import MantaError
+from manta.workers.errors import MantaError, first_line_of
 from manta.workers.storage.files import Reader, Writer
 from manta.workers.storage.locations import Location, ObjectPath
 
@@ -214,7 +214,7 @@ class ObjectFiles:
         except OSError:
             raise
         except Exception as error:  # each store's client has its own kinds
-            raise OSError(f"{location}: {_sentence(error)}") from error
+            raise OSError(f"{location}: {first_line_of(error)}") from error
 
 
 class _ObjectReader:
@@ -256,11 +256,6 @@ def _object(location: Location) -> ObjectPath:
 
 def _key(location: Location) -> str:
     return _object(location).key
-
-
-def _sentence(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class _Part:

@@ -1,7 +1,7 @@
 """The state of one rank: which committed step it belongs to, and the copies of it from which the job can continue.
 
 The state itself is in the engine. The copies are snapshots in the node's shared memory, durable checkpoints, and those
-in host memory that a rollback needs (`numerics/guard.py`).
+in host memory that a rollback needs (`number_guard.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointNotSaved
-from manta.workers.numerics.bad_numbers import BadStep, NumericsHistory, RollBack
-from manta.workers.numerics.guard import NumberGuard
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.state import FROZEN, MODEL, same_state
 from manta.workers.protocol.messages import Resume
@@ -32,6 +30,8 @@ from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
 from manta.workers.snapshot.snapshots import NoSnapshots, Snapshots
 from manta.workers.storage.locations import Location
+from manta.workers.training.bad_numbers import BadStep, NumericsHistory, RollBack
+from manta.workers.training.number_guard import NumberGuard
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 
 
@@ -245,15 +245,6 @@ class RankState:
                 self.checkpoints.finish_copy()
         self.comm.requests.saving = self.checkpoints.writing
 
-    def note_step_seconds(self, step: int, seconds: float) -> None:
-        """Step `step` took `seconds`, which the interval between snapshots depends on. Raises PeerLost."""
-        self.interval.note_step(step, seconds, self.comm)
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds by which the last snapshot delayed the training thread."""
-        return self.snapshots.stall_seconds
-
     def snapshot_parameters(self) -> list[torch.Tensor] | None:
         """This rank's weights of the last committed step, read from its snapshot, frozen ones last; None if it has no
         snapshot of that step."""
@@ -268,7 +259,7 @@ class RankState:
             return {}
         protected_step = self.snapshots.protected_step
         every = self.interval.every if protected_step is None else max(self.interval.every, self.step - protected_step)
-        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.stall_seconds}
+        return {"snapshot_every_steps": every, "snapshot_stall_seconds": self.snapshots.stall_seconds}
 
     def roll_back(self, step: int, samples: list[range], bad: BadStep, sentence: str) -> None:
         """Continue from a step before `step`, which is bad and would have used `samples`.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manta.workers.comm.comm import Comm
+from manta.workers.data.token_cache import Watcher
 from manta.workers.liveness.rank_samples import RankSample
 from manta.workers.protocol.reports import Event, Message, Metrics, Payload
 
@@ -117,3 +118,19 @@ def sample_data(samples: Sequence[range]) -> dict[str, Any]:
         "last_sample": samples[-1].stop - 1,
         "samples": [[sample.start, sample.stop] for sample in samples],
     }
+
+
+class DataWatch(Watcher):
+    """The watcher of a rank."""
+
+    def __init__(self, comm: Comm, reporter: Reporter):
+        self._comm, self._reporter = comm, reporter
+
+    def alive(self) -> None:
+        """Record progress where the rank's agent reads it."""
+        self._comm.step.enter("preparing")
+
+    def report(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        """Report an event of the job."""
+        self.alive()
+        self._reporter.event(kind, 0, message, data)

@@ -40,8 +40,8 @@ from typing import NoReturn, TextIO
 from manta.workers.protocol.json_codec import JsonObject, MalformedMessage, from_json, to_json
 from manta.workers.protocol.messages import PROTOCOL, ForkAnswer, ForkRequest, ProtocolMismatch, check_protocol
 from manta.workers.system.processes import ParentDeathSignal, kill_group
+from manta.workers.system.sockets import POLL_SECONDS, UnixListener
 from manta.workers.system.threads import OF_COMPUTATION
-from manta.workers.system.unix_listener import POLL_SECONDS, UnixListener
 
 DEFAULT_ENTRIES = {
     "trainer": "manta.workers.rank.trainer_process:run",
@@ -303,9 +303,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--owner-pipe", type=int, required=True, help="descriptor whose closing ends the zygote")
     parser.add_argument("--entry", action="append", help="NAME=module:function; replaces the built-in table")
     parser.add_argument(
-        "--warm",
-        action="append",
-        help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list",
+        "--warm", action="append", help="MODULE[:FUNCTION] to import (and call) at start; replaces the built-in list"
     )
     return parser.parse_args(arguments)
 

@@ -25,7 +25,7 @@ from manta.workers.snapshot.interval import AGREE_EVERY
 from manta.workers.snapshot.snapshots import Snapshots
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
-from manta.workers.system.host_memory import memory_available
+from manta.workers.system.resources import memory_available
 from manta.workers.trainer import NO_PATHS, StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 
@@ -107,7 +107,7 @@ def _trained(spec: JobSpec, device: torch.device, places: StatePaths, steps: int
         settle(device)
         if number >= warm_up:
             seconds.append(time.perf_counter() - began)
-            stalls.append(trainer.state.stall_seconds if waits else 0.0)
+            stalls.append(trainer.state.snapshots.stall_seconds if waits else 0.0)
             copies.append(snapshots.copy_seconds)
     began = time.perf_counter()
     if isinstance(checkpoints, Checkpointer):

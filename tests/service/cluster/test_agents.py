@@ -16,7 +16,7 @@ from manta.service.cluster.nodes import Nodes
 from manta.service.cluster.placement import Seat
 from manta.service.leases.decisions import LeaseLost
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 from tests.service.support.virtual_time import in_virtual_time
 
 NODES = [

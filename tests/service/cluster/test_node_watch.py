@@ -14,7 +14,7 @@ from manta.service.cluster.node_daemons import HeartbeatSource
 from manta.service.cluster.node_watch import NodeWatch, listens
 from manta.workers.node.heartbeat import HeartbeatServer
 from manta.workers.protocol.messages import GpuReading
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 from tests.service.support.one_node import SECONDS, bound, one_node, until, watching
 
 

@@ -22,7 +22,7 @@ from manta.service.cluster.ray_private import (
     session_name,
 )
 from manta.workers.paths import Paths
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 from tests.service.support.stand_in_ray import ray_processes
 
 ADDRESS = "127.0.0.1:6379"

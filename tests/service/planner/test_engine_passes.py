@@ -18,7 +18,7 @@ from manta.service.planner.hardware import MACHINES, Cluster, Gpu, measured
 from manta.service.planner.layer_time import LayerTime
 from manta.service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
 from manta.service.planner.step_time import StepModel
-from manta.workers.calibration.device import OneRank, step_document
+from manta.workers.calibration.device import OneRank, document_of
 from manta.workers.config import JobSpec
 from tests.service.support.planned import job
 
@@ -66,7 +66,9 @@ def engine_bytes(family: str, layers: int, kv_heads: int | None) -> Counter[str]
 
 
 def document(family: str, layers: int, kv_heads: int | None, compiled: bool = False) -> dict[str, Any]:
-    fields = step_document(family, layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512, kv_heads)
+    fields = document_of(
+        (layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512), "bf16", family=family, kv_heads=kv_heads
+    )
     fields["train"]["compile"] = compiled
     return fields
 

@@ -35,7 +35,7 @@ from manta.service.planner.pipeline import SharedCores
 from manta.service.planner.software import MANTA_ON_CPU
 from manta.service.planner.step_time import StepModel
 from manta.workers.calibration.collectives import GPU_SIZES
-from manta.workers.calibration.device import ON_GPU, step_document
+from manta.workers.calibration.device import ON_GPU, document_of
 from manta.workers.calibration.measurements import (
     AttentionTime,
     BusyTime,
@@ -142,7 +142,7 @@ def gpu_rows(gpu: Gpu) -> Measurements:
         [CopyTime("to_device", 2**28, 2**28 / gpu.copy), CopyTime("to_host", 2**28, 0.9 * 2**28 / gpu.copy)]
     )
     for family in ("gpt", "llama", "qwen"):
-        row = StepSeconds(step_document(family, 8, 128, 2, 128, 1, 4, 1024), 1.0)
+        row = StepSeconds(document_of((8, 128, 2, 128, 1, 4, 1024), "bf16", family=family), 1.0)
         measurements.steps.append(replace(row, seconds=step_seconds(row, machine)))
     return measurements
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.support.timeline import PassTimes, Timeline
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import COMPUTE, Action
 from manta.workers.schedules.action_lists import training_actions
+from manta.workers.schedules.schedule import COMPUTE, Action
 
 UNIT = PassTimes(1.0, 1.0, 1.0)
 times = st.floats(0.1, 10.0)

@@ -8,8 +8,7 @@ from manta.service.recovery.timeline import PHASES, RecoveryTimeline
 from manta.service.recovery.waits import waits_now
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
-from manta.workers.liveness.progress import DeviceRecord
-from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
+from manta.workers.liveness.progress import CONNECTING_CHANNEL, DeviceRecord
 from manta.workers.protocol.reports import Position, TrainerStatus
 
 TENSOR, PIPELINE, DATA = 0, 1, 2

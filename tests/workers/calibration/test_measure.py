@@ -128,7 +128,9 @@ TINY = device.Shapes(
     attention=((2, 2, 64, 16), (1, 2, 128, 32)),
     elements=(2**12, 2**22),
     copied=2**16,
-    steps=tuple(device.step_document(family, 2, 32, 2, 16, 1, 2, 64, 1) for family in ("gpt", "llama")),
+    steps=tuple(
+        device.document_of((2, 32, 2, 16, 1, 2, 64), "bf16", family=family, kv_heads=1) for family in ("gpt", "llama")
+    ),
 )
 SHAPES = dataclasses.replace(TINY, steps=TINY.steps[:1])
 

@@ -20,9 +20,8 @@ from manta.workers.comm.links import Links
 from manta.workers.comm.meeting import MAX_UNAUTHENTICATED, NONCE_BYTES, Meeting
 from manta.workers.comm.secret import PROOF_BYTES, Secret
 from manta.workers.errors import PeerLost
-from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import CONNECTING_CHANNEL
-from manta.workers.system.ports import PortRange
+from manta.workers.liveness.progress import CONNECTING_CHANNEL, Progress
+from manta.workers.system.sockets import PortRange
 
 GENERATION = 9
 

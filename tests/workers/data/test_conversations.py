@@ -11,8 +11,7 @@ import pytest
 from chat_files import CONVERSATIONS, TEMPLATES, chat_file, plain, said, tokenizer_folder
 
 from manta.workers.config import DataConfig
-from manta.workers.data.chat_template import ChatTemplate, open_template
-from manta.workers.data.conversations import as_text, conversation_in
+from manta.workers.data.chat_template import ChatTemplate, as_text, conversation_in, open_template
 from manta.workers.data.documents import texts_of
 from manta.workers.data.shards import Section
 from manta.workers.data.tokenizer import open_tokenizer

@@ -31,7 +31,7 @@ from manta.workers.data.roots import ANYWHERE
 from manta.workers.data.shards import Section, shards_of
 from manta.workers.data.sources import CorpusFile, corpus_files
 from manta.workers.data.token_cache import Watcher
-from manta.workers.data.token_processes import tokenize_shards
+from manta.workers.data.token_process import tokenize_shards
 from manta.workers.data.tokenizer import ByteTokenizer, file_tokenizer, open_tokenizer
 from manta.workers.errors import DataError, DataNotStored, DataUnreadable
 from manta.workers.spec.problems import SpecError

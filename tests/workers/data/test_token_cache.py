@@ -22,7 +22,7 @@ import pytest
 from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
 
 from manta.workers.config import DataConfig
-from manta.workers.data import shards, token_cache, token_process, token_processes
+from manta.workers.data import shards, token_cache, token_process
 from manta.workers.data.corpus_record import with_digests
 from manta.workers.data.indexed_dataset import read_index
 from manta.workers.data.sources import corpus_files
@@ -217,12 +217,12 @@ def test_tokenizing_process_that_cannot_write_its_shard_reports_the_path(tmp_pat
     )
     (shard,) = shards.shards_of(corpus_files(config), config, True)
     with pytest.raises(DataNotStored, match=r"cannot write tokens: .*/none/"):
-        token_processes.tokenize_shards(order, {0: shard}, lambda: None, lambda counts: None, 1)
+        token_process.tokenize_shards(order, {0: shard}, lambda: None, lambda counts: None, 1)
 
 
 def test_killed_tokenizing_process_is_replaced_by_another(tmp_path, file, many_shards, monkeypatch):
     killed = []
-    give_next = token_processes._Work._assign_next
+    give_next = token_process._Work._assign_next
 
     def give(self, worker):
         give_next(self, worker)
@@ -230,20 +230,20 @@ def test_killed_tokenizing_process_is_replaced_by_another(tmp_path, file, many_s
             killed.append(worker.process.pid)
             worker.process.kill()
 
-    monkeypatch.setattr(token_processes._Work, "_assign_next", give)
+    monkeypatch.setattr(token_process._Work, "_assign_next", give)
     row, _, _ = make(tmp_path / "cache", [jsonl(tmp_path)], file, watcher=RecordingWatcher(processes=2))
     assert len(killed) == 1
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
 
 
 def test_shard_that_kills_every_process_is_given_up_with_an_error(tmp_path, file, monkeypatch):
-    give_next = token_processes._Work._assign_next
+    give_next = token_process._Work._assign_next
 
     def give(self, worker):
         worker.process.kill()  # before it can be done with the shard
         give_next(self, worker)
 
-    monkeypatch.setattr(token_processes._Work, "_assign_next", give)
+    monkeypatch.setattr(token_process._Work, "_assign_next", give)
     with pytest.raises(DataError, match=r"tokenizes .*a.jsonl ended with exit code -9, perhaps for lack of memory"):
         make(tmp_path / "cache", [jsonl(tmp_path)], file)
 
@@ -296,7 +296,7 @@ def test_shards_made_by_a_killed_process_are_used_by_the_next_one(tmp_path, file
     (folder,) = {each.parent for each in done}
     assert read_info(folder) is None
     kept = []
-    spied = token_processes.tokenize_shards
+    spied = token_process.tokenize_shards
 
     def spy(order, missing, *rest):
         kept.append(len(done) + len(missing))

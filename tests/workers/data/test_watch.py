@@ -13,13 +13,12 @@ from tokenizer_files import TEXT
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.data.prepare import Corpus
-from manta.workers.data.watch import DataWatch, check_same_tokens
 from manta.workers.errors import DataError
-from manta.workers.liveness.hang_timeouts import hang_timeout
+from manta.workers.liveness.hang_detection import hang_timeout
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
 from manta.workers.protocol.messages import Resume
-from manta.workers.trainer import StatePaths, Trainer
-from manta.workers.training.reporter import Reporter
+from manta.workers.trainer import StatePaths, Trainer, check_same_tokens
+from manta.workers.training.reporter import DataWatch, Reporter
 
 
 def test_rank_that_prepares_data_shows_progress_and_reports_events(tmp_path):

@@ -12,9 +12,10 @@ from chat_files import TEMPLATES, chat_file, said, tokenizer_folder
 from engine_specs import spec
 
 from manta.workers.data.chat_template import ChatTemplate, open_template
+from manta.workers.data.tokenizer import ByteTokenizer
 from manta.workers.errors import DataError
 from manta.workers.inference.chats import chat, end_of_answer, question, read_conversations, template_of
-from manta.workers.inference.loaded_model import Bytes, text_tokens_of
+from manta.workers.inference.loaded_model import TextTokens, text_tokens_of
 from manta.workers.inference.tasks import InvalidTask
 
 
@@ -31,6 +32,7 @@ class Counter:
         return (torch.arange(256) / -100.0).expand(*tokens_bs.shape, 256)
 
 
+BYTES = TextTokens(ByteTokenizer())
 CONSTANT = math.log(sum(math.exp(-t / 100) for t in range(256)))
 TEMPLATE = ChatTemplate("{% for each in messages %}{{ each.role[0] ~ each.content ~ '.' }}{% endfor %}")
 
@@ -41,7 +43,11 @@ def conversations(tmp_path: Path, *chats):
 
 
 def test_chat_perplexity_covers_answers_and_their_end_tokens_only(tmp_path):
-    result = chat(Counter(), Bytes(), conversations(tmp_path, said("q", "one", "q", "3"), said("x", "y"), said("?")))
+    result = chat(
+        Counter(),
+        BYTES,
+        conversations(tmp_path, said("q", "one", "q", "3"), said("x", "y"), said("?")),
+    )
     expected = "aone." + "a3." + "ay."  # nothing else writes the header of an answer
     assert (result.tokens, result.conversations, result.left_out) == (len(expected), 2, 1)
     assert result.loss == pytest.approx(CONSTANT + sum(expected.encode()) / 100 / len(expected))
@@ -50,13 +56,13 @@ def test_chat_perplexity_covers_answers_and_their_end_tokens_only(tmp_path):
 
 def test_chat_loss_is_independent_of_batch_size_and_cuts_long_conversations(tmp_path):
     chats = conversations(tmp_path, said("q", "one"), said("a longer one", "12"), said("q" * 20, "never read"))
-    one, many = (chat(Counter(16), Bytes(), chats, size) for size in (1, 8))
+    one, many = (chat(Counter(16), BYTES, chats, size) for size in (1, 8))
     assert one.loss == pytest.approx(many.loss)
     assert (one.tokens, one.conversations, one.left_out) == (len("aone." + "a1"), 2, 1) == (
         many.tokens, many.conversations, many.left_out,
     )  # fmt: skip
     with pytest.raises(InvalidTask, match="no answer is within the first 3 tokens"):
-        chat(Counter(3), Bytes(), chats)
+        chat(Counter(3), BYTES, chats)
 
 
 def test_missing_conversation_file_is_named(tmp_path):
@@ -74,7 +80,7 @@ def test_chat_answer_ends_with_the_end_token_of_the_template(tmp_path, kind, end
     ending = end_of_answer(template, tokens)
     assert (ending.text, ending.token) == (end, tokens.encode(end)[0])
     assert question(template, "why?").count("why?") == 1
-    assert end_of_answer(template, Bytes()).token is None, "of bytes it is several"
+    assert end_of_answer(template, BYTES).token is None, "of bytes it is several"
 
 
 def test_chat_question_refused_by_the_template_is_reported():

@@ -12,9 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_gpt import random_weights
 
+from manta.workers.data.tokenizer import ByteTokenizer
 from manta.workers.inference import tasks
-from manta.workers.inference.loaded_model import Bytes, LoadedModel
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens
 from manta.workers.inference.tasks import InvalidTask, Question, TextTooLong, _windows, score, text_log_likelihood
+
+BYTES = TextTokens(ByteTokenizer())
 
 
 class Alphabet:
@@ -32,7 +35,7 @@ EXPECTED, OTHER = math.log(16 / 271), math.log(1 / 271)
 
 
 def test_perplexity_is_of_all_tokens_but_each_documents_first():
-    result = tasks.text(Alphabet(), Bytes(), ["abc", "ax"])
+    result = tasks.text(Alphabet(), BYTES, ["abc", "ax"])
     assert result.loss == pytest.approx(-(2 * EXPECTED + OTHER) / 3)
     assert result.perplexity == pytest.approx(math.exp(result.loss))
     assert result.bits_per_byte == pytest.approx(result.loss * 3 / 5 / math.log(2))
@@ -40,13 +43,13 @@ def test_perplexity_is_of_all_tokens_but_each_documents_first():
 
 
 def test_text_task_ignores_bytes_of_documents_without_predictions():
-    with_short_ones = tasks.text(Alphabet(), Bytes(), ["abc", "x", "ax", "", "y"])
-    assert with_short_ones == tasks.text(Alphabet(), Bytes(), ["abc", "ax"])
+    with_short_ones = tasks.text(Alphabet(), BYTES, ["abc", "x", "ax", "", "y"])
+    assert with_short_ones == tasks.text(Alphabet(), BYTES, ["abc", "ax"])
 
 
 def test_a_last_word_is_right_when_each_of_its_tokens_is_the_likeliest():
     passages = ['so \x1f !"#', "so \x1f !x", "a b"]
-    result = tasks.last_word(Alphabet(), Bytes(), passages)
+    result = tasks.last_word(Alphabet(), BYTES, passages)
     assert (result.accuracy, result.questions) == (pytest.approx(1 / 3), 3)
     assert result.perplexity == pytest.approx(math.exp(-(6 * EXPECTED + 3 * OTHER) / 9))
 
@@ -57,7 +60,7 @@ def test_choice_task_counts_the_likeliest_answer_also_by_length():
         Question("a", ("bcdefg", "x"), 0),  # by its sum x is likelier, by length it is not
         Question("a", ("x", "b"), 0),
     ]
-    result = tasks.choices(Alphabet(), Bytes(), questions)
+    result = tasks.choices(Alphabet(), BYTES, questions)
     assert 3 * EXPECTED < OTHER < EXPECTED
     assert (result.accuracy, result.by_length) == (pytest.approx(0 / 3), pytest.approx(2 / 3))
 
@@ -109,14 +112,14 @@ def test_jsonl_line_ends_only_with_a_line_feed(tmp_path):
 @pytest.mark.parametrize("stride", [0, -1, 65])
 def test_text_task_refuses_a_stride_that_stalls_or_skips_tokens(stride):
     with pytest.raises(InvalidTask, match=f"by {stride} tokens: 1 to 64 are what the model reads at once"):
-        tasks.text(Alphabet(), Bytes(), ["abc" * 30], stride)
+        tasks.text(Alphabet(), BYTES, ["abc" * 30], stride)
 
 
 def test_tasks_refuse_a_passage_of_one_word_and_a_text_of_one_byte():
     with pytest.raises(InvalidTask, match="passage 1 has less than two words: 'word'"):
-        tasks.last_word(Alphabet(), Bytes(), ["word"])
+        tasks.last_word(Alphabet(), BYTES, ["word"])
     with pytest.raises(InvalidTask, match="less than two tokens"):
-        tasks.text(Alphabet(), Bytes(), ["a"])
+        tasks.text(Alphabet(), BYTES, ["a"])
 
 
 LENGTH = 8

@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from manta.workers.liveness import hang_detection
-from manta.workers.liveness.hang_detection import DEVICE_SECONDS, POLL_SECONDS, TrainerWatch
-from manta.workers.liveness.hang_timeouts import (
+from manta.workers.liveness.hang_detection import (
     BURNING_FACTOR,
+    DEVICE_SECONDS,
     MIN_SECONDS,
+    POLL_SECONDS,
     STOPPED_SECONDS,
     WAITING_FACTOR,
     Standstill,
+    TrainerWatch,
 )
-from manta.workers.liveness.progress import Progress
-from manta.workers.liveness.record_layout import DEVICE_CHECKED_AT, NOBODY
+from manta.workers.liveness.progress import DEVICE_CHECKED_AT, NOBODY, Progress
 from manta.workers.liveness.stacks import capture_stacks, stacks_path
 from manta.workers.snapshot.files import snapshot_path
 from manta.workers.system.processes import ProcessState, process_state

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.workers.liveness.hang_timeouts import (
+from manta.workers.liveness.hang_detection import (
     BURNING_FACTOR,
     FIRST_STEP_SECONDS,
     LONG,

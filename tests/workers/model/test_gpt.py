@@ -11,7 +11,7 @@ from plain_gpt import PlainGPT, random_weights
 from rank_programs import assemble, initial_parameters, run_steps
 
 from manta.workers.config import ParallelConfig
-from manta.workers.model.initial import residual_std
+from manta.workers.model.shared import residual_std
 from manta.workers.spec.reading import parse_job_spec
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from manta.workers.node import local_drain
 from manta.workers.node.local_drain import drain_nodes_here, drain_socket, serve_drains
-from manta.workers.system.unix_listener import UnixListener
+from manta.workers.system.sockets import UnixListener
 
 
 @pytest.fixture

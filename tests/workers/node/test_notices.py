@@ -8,15 +8,23 @@ import pytest
 from kubernetes_api import KubernetesApi, make_certificate
 from metadata_service import MetadataService
 
-from manta.workers.node import cloud_notices, kubernetes_notices
+from manta.workers.node import cloud_notices
+from manta.workers.node import notice_sources as module
 from manta.workers.node.cloud_notices import (
     GCP_MAINTENANCE_SECONDS,
     GCP_PREEMPTED_SECONDS,
     MetadataSource,
     MetadataUnavailable,
 )
-from manta.workers.node.kubernetes_notices import CONDITIONS, TAINTS, KubernetesSource, node_notice
-from manta.workers.node.notice_sources import SlurmSource, UnknownSource, notice_sources
+from manta.workers.node.notice_sources import (
+    CONDITIONS,
+    TAINTS,
+    KubernetesSource,
+    SlurmSource,
+    UnknownSource,
+    node_notice,
+    notice_sources,
+)
 from manta.workers.node.notices import NOTICE_SECONDS, Notice, NoticeWatch, SourceUnavailable
 
 
@@ -165,7 +173,7 @@ def api(tmp_path, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(made.port))
     monkeypatch.setenv("MANTA_NODE_NAME", "n1")
-    monkeypatch.setattr(kubernetes_notices, "ANSWER_SECONDS", 30.0)  # however busy the machine is
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 30.0)  # however busy the machine is
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from torch.distributed import DistError, TCPStore
 
 from manta.workers.node.host import listen_for_a_moment, unreached
 from manta.workers.protocol.messages import Endpoint
-from manta.workers.system.ports import PortRange
+from manta.workers.system.sockets import PortRange
 
 ROOT = Path(__file__).parents[3]
 

@@ -385,45 +385,19 @@ class Asked:
             self.calls.append((name, *arguments))
             return name
 
-        return now if name in ("steps", "files", "receive", "status", "tell") else later
+        return now if name in ("status", "tell") else later
 
 
 @pytest.fixture
 def parts(tmp_path):
-    """An agent whose trainer's slot and shared snapshots only note what they are asked for."""
+    """An agent whose trainer's slot only notes what it is asked for."""
     agent = Agent("job-1", 3, str(tmp_path), str(tmp_path), None)
-    agent._slot, agent._sharing = Asked(rank=5, generation=2), Asked(progress="how far it is")
-    return agent, agent._slot.calls, agent._sharing.calls
-
-
-def test_agent_forwards_snapshot_requests_for_its_current_rank(parts, go):
-    agent, _, asked = parts
-    there = Endpoint("192.0.2.7", 1)
-
-    async def body():
-        assert await agent.snapshot_steps("0a0a0a0a") == "steps"
-        assert await agent.snapshot_files() == "files"
-        assert await agent.receive_backups("token", 2) == "receive"
-        await agent.send_backups(there, "token", 2, "0a0a0a0a", 4)
-        await agent.send_backups(there, "token", 3, "0a0a0a0a")
-        assert await agent.fetch_snapshot(7, there, "token", 2, "0a0a0a0a", 6) == "fetch"
-        assert await agent.backup_progress() == "how far it is"
-        with pytest.raises(StaleGeneration, match="Generation 1 of rank 5 was replaced by 2"):
-            await agent.send_backups(there, "token", 1, "0a0a0a0a")
-
-    go(body)
-    assert asked == [
-        ("steps", 5, "0a0a0a0a"),
-        ("files",),
-        ("receive", "token", 2),
-        ("send", 5, there, "token", 2, "0a0a0a0a", 4),
-        ("send", 5, there, "token", 3, "0a0a0a0a", 1),
-        ("fetch", 7, there, "token", 2, "0a0a0a0a", 6),
-    ]
+    agent._slot = Asked(rank=5, generation=2)
+    return agent, agent._slot.calls
 
 
 def test_agent_forwards_trainer_requests(parts, go):
-    agent, asked, _ = parts
+    agent, asked = parts
     request = Arm(Fault("f", "kill", 3))
 
     async def body():
@@ -447,21 +421,21 @@ def test_agent_forwards_trainer_requests(parts, go):
     ]
 
 
-def test_agent_close_ends_the_trainer_before_snapshot_sharing(parts, go):
-    agent, trainer, snapshots = parts
+def test_agent_close_ends_the_trainer(parts, go):
+    agent, asked = parts
     go(agent.close)
-    assert (trainer, snapshots) == ([("stop",)], [("close", 5)])
+    assert asked == [("stop",)]
 
 
 def test_agent_refuses_a_launch_order_of_another_protocol(parts, go):
-    agent, asked, _ = parts
+    agent, asked = parts
     with pytest.raises(ProtocolMismatch, match=f"the control plane speaks protocol {PROTOCOL + 9}"):
         go(lambda: agent.launch(LaunchOrder("job-1", 1, 3, {}, protocol=PROTOCOL + 9)))
     assert asked == []
 
 
 def test_agent_refuses_orders_of_a_replaced_owner(parts, go):
-    agent, asked, _ = parts
+    agent, asked = parts
     fault = Arm(Fault("f", "kill", 3))
 
     async def body():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from schedule_check import ScheduleError, check
 from schedule_sizes import Size, sizes
 
-from manta.workers.schedules.action import Action
 from manta.workers.schedules.action_lists import evaluation_actions, training_actions
+from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import neighbours
 
 SMALL: list[Size] = [

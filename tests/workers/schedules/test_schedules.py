@@ -11,8 +11,8 @@ from schedule_check import check
 from schedule_sizes import lists_of, most_in_flight, sizes, virtual_stages_of
 
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import COMPUTE, Action
 from manta.workers.schedules.action_lists import evaluation_actions, training_actions
+from manta.workers.schedules.schedule import COMPUTE, Action
 from manta.workers.schedules.stages import neighbours
 
 LETTERS = {

@@ -2,9 +2,9 @@
 
 import json
 
-from manta.workers.numerics.bad_numbers import NumericsHistory, RollBack
 from manta.workers.snapshot.note import JOURNAL_ROWS, RowJournal, read_note
 from manta.workers.snapshot.snapshot_file import NOTE_BYTES
+from manta.workers.training.bad_numbers import NumericsHistory, RollBack
 
 HISTORY = NumericsHistory(((0.1, 1e300), (2.5, 3.0)), (RollBack(8, 3, (range(56, 64),)),))
 

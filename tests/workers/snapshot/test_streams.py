@@ -25,8 +25,8 @@ from manta.workers.parallel.data.zero import ArrivingParameters
 from manta.workers.parallel.tensor import products
 from manta.workers.snapshot import state_copy
 from manta.workers.snapshot.snapshots import Snapshots
-from manta.workers.system import pinned
-from manta.workers.system.pinned import copy_streams
+from manta.workers.system import gpu
+from manta.workers.system.gpu import copy_streams
 
 HOST = "the host"
 IDENTITY = b"0123456789abcdef"
@@ -104,7 +104,7 @@ def test_stall_on_a_gpu_is_the_time_that_the_device_waits_and_not_the_host(tmp_p
 
 
 def test_memory_that_cannot_be_pinned_is_reported_and_used_unpinned(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pinned, "_take_back_error", lambda: None)  # by a kernel of a GPU that is not there
+    monkeypatch.setattr(gpu, "_take_back_error", lambda: None)  # by a kernel of a GPU that is not there
     with pretended_streams() as cuda:
         cuda.cudaHostRegister = lambda *_: 2
         snapshots = opened(tmp_path)

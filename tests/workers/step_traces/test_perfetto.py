@@ -7,8 +7,8 @@ from perfetto_reader import fields, read_trace
 from simulated_traces import grid_of, timeline_of, trace_of
 
 from benchmarks.support.timeline import PassTimes
+from manta.workers.step_traces.analysis import name_of
 from manta.workers.step_traces.assembly import StepTrace, TracedRank
-from manta.workers.step_traces.document import name_of
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.timing.recording import Slice, TracedStep
 

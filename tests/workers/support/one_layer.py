@@ -28,7 +28,7 @@ from manta.workers.parallel.recompute.modules import checkpointed
 from manta.workers.parallel.tensor.dropout import sample_keys
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import TorchProducts
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.parallel.tensor.shards import named_shards
 
 CPU = torch.device("cpu")

@@ -19,6 +19,7 @@ import torch
 from reported import events_of, rows_of
 
 from manta.workers import run
+from manta.workers import standalone as standalone
 from manta.workers.checkpoint import checkpointer
 from manta.workers.checkpoint.durable import Rectangle, rectangles_of
 from manta.workers.comm.comm import Comm
@@ -32,7 +33,6 @@ from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.state import tensors_of
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.standalone import job as standalone
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.learning_rate import learning_rate

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from manta.workers.schedules.action import Action, Kind
+from manta.workers.schedules.schedule import Action, Kind
 from manta.workers.schedules.stages import chunk_location, virtual_stage
 
 

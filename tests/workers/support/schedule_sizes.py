@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action
 from manta.workers.schedules.action_lists import evaluation_actions, training_actions
+from manta.workers.schedules.schedule import Action
 
 Size = tuple[str, int, int, int]
 """Schedule, pipeline stages, virtual stages, micro-batches."""

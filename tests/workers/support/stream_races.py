@@ -34,7 +34,7 @@ from manta.workers.parallel.data import offloaded
 from manta.workers.parallel.recompute import offload
 from manta.workers.snapshot import snapshots, state_copy
 from manta.workers.snapshot.snapshots import ProtectedSlot
-from manta.workers.system.pinned import PinnedMemory, copy_streams
+from manta.workers.system.gpu import PinnedMemory, copy_streams
 from manta.workers.training import rank_state
 
 Clock = dict[str, int]

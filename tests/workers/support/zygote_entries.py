@@ -62,7 +62,7 @@ def compute(argument: dict, control: socket.socket) -> int:
 def train(argument: dict, control: socket.socket) -> int:
     """Trains a job to its end, and says what was imported meanwhile of other libraries than Python's."""
     from manta.workers import run
-    from manta.workers.standalone import job as standalone  # as the zygote's own entries, these bring the trainer
+    from manta.workers import standalone as standalone  # as the zygote's own entries, these bring the trainer
 
     assert standalone.Trainer
     before, ours = set(sys.modules), {"manta", *sys.stdlib_module_names}

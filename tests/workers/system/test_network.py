@@ -12,9 +12,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.workers.system.connections import Connection, break_connections, open_connections
-from manta.workers.system.ports import InvalidPortRange, PortRange, address_facing, listen, outward_address
-from manta.workers.system.unix_listener import UnixListener
+from manta.workers.system.sockets import (
+    Connection,
+    InvalidPortRange,
+    PortRange,
+    UnixListener,
+    address_facing,
+    break_connections,
+    listen,
+    open_connections,
+    outward_address,
+)
 
 
 def test_own_address_towards_loopback_is_loopback():

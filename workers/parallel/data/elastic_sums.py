@@ -26,7 +26,7 @@ from manta.workers.parallel.data.reduction import GradientReduction, SharedGradi
 from manta.workers.parallel.data.tree_sum import Node, TreeSum, cover
 from manta.workers.parallel.tensor.shards import ShardedModule
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 
 BLOCK_ROWS = 2**16
 """Rows of ALIGNMENT elements that are squared at once: this takes 24 MB, instead of half the gradients' memory."""

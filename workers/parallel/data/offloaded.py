@@ -20,7 +20,7 @@ import torch
 
 from manta.workers.parallel.data.flat import FlatParameters, overlap
 from manta.workers.parallel.data.state import Groups, Piece
-from manta.workers.system.pinned import PinnedMemory, copy_streams
+from manta.workers.system.gpu import PinnedMemory, copy_streams
 
 SLICE_ELEMENTS = 2**22
 """Elements of a slice, a multiple of flat.ALIGNMENT: a copy takes a hundred times as long as launching it."""
@@ -115,11 +115,8 @@ class OffloadedState:
             queue = _Queue(like, len(buffers))
             try:
                 for number, state_slice in enumerate(self._slices):
-                    host_slice, buffer = (
-                        self.host[:, state_slice.start : state_slice.end],
-                        buffers[number % SLICE_BUFFERS],
-                    )
-                    device_slice = buffer[:, : state_slice.end - state_slice.start]
+                    host_slice = self.host[:, state_slice.start : state_slice.end]
+                    device_slice = buffers[number % SLICE_BUFFERS][:, : state_slice.end - state_slice.start]
                     queue.copy_in(device_slice, host_slice)
                     run(self._groups(state_slice, device_slice))
                     self._round(state_slice, device_slice[0])

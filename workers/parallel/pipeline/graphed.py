@@ -26,7 +26,7 @@ from manta.workers.config import JobSpec
 from manta.workers.data.batches import MicroBatch
 from manta.workers.parallel.data.agreement import Loss
 from manta.workers.parallel.pipeline.runtime import Pipeline, Stage, Step
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 
 
 class GraphedPipeline(Pipeline):

@@ -36,8 +36,8 @@ from manta.workers.parallel.tensor.dropout import sample_keys
 from manta.workers.parallel.tensor.layers import VocabularyParallelOutput
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.weight_gradients import Task, WeightGradients
-from manta.workers.schedules.action import Action
 from manta.workers.schedules.action_lists import evaluation_actions, training_actions
+from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import ChunkLocation, neighbours, stages_of_rank
 from manta.workers.spec.parameters import needs_gradient
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manta.workers.config import ParallelConfig
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 
 OFFLOADED_BYTES = 2**20
 """Smallest tensor in bytes that is offloaded: for smaller ones a copy costs too much."""

@@ -22,7 +22,7 @@ import torch
 
 from manta.workers.parallel import recompute
 from manta.workers.parallel.recompute.modules import activation_hooks
-from manta.workers.system.pinned import Streams, copy_streams
+from manta.workers.system.gpu import Streams, copy_streams
 
 LARGEST_SHARE = 4
 """Largest ratio of a tensor's memory to its own size: queries, keys and values are parts of one product."""

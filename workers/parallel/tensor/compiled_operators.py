@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from manta.workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 class Product(Protocol):

@@ -21,8 +21,7 @@ from manta.workers.parallel.tensor.linear_autograd import (
 )
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import APPROXIMATION, Gelu
-from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import leave
+from manta.workers.parallel.tensor.sequence_parallel import Region, leave
 from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
 from manta.workers.spec.parameters import padded_rows
 

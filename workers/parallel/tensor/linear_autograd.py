@@ -17,8 +17,7 @@ from torch import nn
 from manta.workers.comm.backend import DONE, Handle
 from manta.workers.parallel.recompute.modules import Recomputation, in_backward
 from manta.workers.parallel.tensor.products import Gelu
-from manta.workers.parallel.tensor.region import Region
-from manta.workers.parallel.tensor.sequence_parallel import gather, start_gather, start_sum, sum_partial
+from manta.workers.parallel.tensor.sequence_parallel import Region, gather, start_gather, start_sum, sum_partial
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 
 Weights = Sequence[nn.Parameter]
@@ -167,10 +166,8 @@ class _ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        recompute_input, ctx.recompute_input = (
-            ctx.recompute_input,
-            None,
-        )  # it refers to memory that is not needed any more
+        recompute_input = ctx.recompute_input
+        ctx.recompute_input = None  # it refers to memory that is not needed any more
         recomputes = recompute_input is not None and _trained(ctx.weights)
         x = in_backward(recompute_input, ctx.region.comm) if recomputes else ctx.saved_tensors[0]
         grad_x = column_backward(grads, x, ctx.weights, ctx.biases, ctx.region)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 @dataclass(frozen=True)

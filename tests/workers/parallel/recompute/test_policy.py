@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine_specs import spec
 
 from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 
 
 def layout(**parallel):

@@ -19,7 +19,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.parallel.tensor.linear_autograd import chunks_of, column_forward, row_forward
 from manta.workers.parallel.tensor.products import TorchProducts
-from manta.workers.parallel.tensor.region import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.spec.reading import parse_job_spec
 
 LENGTH = 12

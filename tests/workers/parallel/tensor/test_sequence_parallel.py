@@ -11,8 +11,8 @@ from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.products import TorchProducts
-from manta.workers.parallel.tensor.region import Region
 from manta.workers.parallel.tensor.sequence_parallel import (
+    Region,
     gather,
     leave,
     sum_partial,

@@ -16,7 +16,7 @@ from manta.workers.engine import Engine
 from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients, clear_forgotten, forget
-from manta.workers.schedules.action import Action
+from manta.workers.schedules.schedule import Action
 
 
 @pytest.fixture

@@ -9,7 +9,9 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import RecoveryConfig
 from manta.workers.engine import Engine
 from manta.workers.errors import NonFiniteError, SpikeError
-from manta.workers.numerics.bad_numbers import (
+from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.snapshot.state_copy import HostCopies
+from manta.workers.training.bad_numbers import (
     NO_LIMITS,
     BadStep,
     NumericsHistory,
@@ -19,8 +21,6 @@ from manta.workers.numerics.bad_numbers import (
     merged_histories,
     roll_back_target,
 )
-from manta.workers.parallel.data.agreement import StepStatistics
-from manta.workers.snapshot.state_copy import HostCopies
 
 
 class NumberGuard:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manta.workers.config import RecoveryConfig
-from manta.workers.numerics.bad_numbers import (
+from manta.workers.training.bad_numbers import (
     NO_LIMITS,
     NumericsHistory,
     RollBack,

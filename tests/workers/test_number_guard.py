@@ -13,9 +13,9 @@ from manta.workers.comm.links import Links
 from manta.workers.comm.shared_work import SharedWork
 from manta.workers.engine import Engine
 from manta.workers.errors import NonFiniteError, SpikeError
-from manta.workers.numerics.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
-from manta.workers.numerics.guard import NumberGuard
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.training.bad_numbers import NO_LIMITS, BadStep, NumericsHistory, RollBack
+from manta.workers.training.number_guard import NumberGuard
 
 BAD = BadStep("not_finite", "roll_back", "bad numbers")
 

@@ -29,8 +29,8 @@ from manta.workers.protocol.json_codec import from_json, spell
 from manta.workers.protocol.messages import Resume, TraceOrder
 from manta.workers.protocol.reports import Event, Message, Metrics
 from manta.workers.settings import Launcher, read_token_cache
+from manta.workers.step_traces.analysis import analysis_document, rank_documents
 from manta.workers.step_traces.assembly import StepTrace, assembled
-from manta.workers.step_traces.document import analysis_document, rank_documents
 from manta.workers.step_traces.perfetto import perfetto
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location

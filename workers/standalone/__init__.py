@@ -1,1 +1,0 @@
-"""Training without the service."""
