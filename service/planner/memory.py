@@ -42,7 +42,7 @@ def worst_rank(
 ) -> DeviceBytes:
     """The rank that needs most; if one needs more than `usable` bytes, the first such rank found. `machine`: what ranks
     run on, which changes some tensors; by default a GPU. `known`: of a job as `StepPeak.with_stages` takes it."""
-    passes, memories = step_peak_on(spec, machine) if known is None else known.with_stages(spec), []
+    passes, memories = step_peak_on(spec, machine, known), []
     for rank in _candidates(spec):
         memories.append(_memory(passes, rank))
         if memories[-1].total > usable:
@@ -113,8 +113,10 @@ def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> Devic
     return _memory(step_peak_on(spec, machine), rank)
 
 
-def step_peak_on(spec: JobSpec, machine: Machine | None) -> StepPeak:
-    """Of a job whose ranks are on such a machine; by default on GPUs."""
+def step_peak_on(spec: JobSpec, machine: Machine | None, known: StepPeak | None = None) -> StepPeak:
+    """Of a job whose ranks are on such a machine; by default on GPUs. `known`: as in `worst_rank`."""
+    if known is not None:
+        return known.with_stages(spec)
     return StepPeak(spec) if machine is None else StepPeak(spec, machine.has_gpus, machine.sums_apart)
 
 
@@ -153,7 +155,7 @@ def layers_with_room(
     they change from one to the next as the number of micro-batches in flight does. `machine`, `known`: as in
     `worst_rank`."""
     stages = spec.layout.pipeline
-    passes = step_peak_on(spec, machine) if known is None else known.with_stages(spec)
+    passes = step_peak_on(spec, machine, known)
     lines = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
     room = []
     for rank in range(stages):

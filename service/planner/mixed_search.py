@@ -33,7 +33,6 @@ from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, n
 from manta.service.planner.software import engine_on
 from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
 from manta.service.planner.step_time import MixedStepModel, slowest_of
-from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.config import JobSpec
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import find_problems
@@ -299,9 +298,12 @@ class _Stages:
         return _Stages(self._job, self.mixed, self._rates, room)
 
 
+@dataclass(frozen=True)
 class _Step:
-    def __init__(self, stages: _Stages, model: MixedStepModel, parts: Sequence[Cluster]):
-        self.stages, self.model, self._parts = stages, model, parts
+    stages: _Stages
+    model: MixedStepModel
+    parts: Sequence[Cluster]
+    """The nodes of each stage."""
 
     @property
     def mixed(self) -> _Mixed:
@@ -313,18 +315,13 @@ class _Step:
         """Lower bound for the whole step."""
         return self.model.seconds_with(self.stages.min_pipeline_seconds())
 
-    @property
-    def memory(self) -> list[tuple[DeviceBytes, float]]:
-        """Memory of the ranks of which one needs most, and the bytes that each may use."""
-        return by_kind(self.model.spec, self._parts)
-
 
 def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
     """The plan of this layout, with as many layers on each stage as there is room for; None if there is not enough
     room, or it takes longer than `worst`."""
     most = [step.model.spec.model.layers] * step.mixed.shape.pipeline
     while step.model.time().seconds <= worst:  # moving layers away from where they are fastest makes it slower still
-        held = step.memory
+        held = by_kind(step.model.spec, step.parts)
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
             return plan_of(step.model.spec, cluster, time=step.model.time(), memory=rank_with_least_room(held)[0])

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from manta.service.planner.budget import step_shares
-from manta.service.planner.drift import GROUPS, Measured
+from manta.service.planner.drift import GROUPS, Measured, compared
 from manta.service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cpu_machine
 from manta.service.planner.step_time import StepModel
 
@@ -170,12 +170,11 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
     if measured.spread is None or measured.spread > MAX_SPREAD:
         return None
     slower = {name: _slower(name, dependence["before"][name], value) for name, value in dependence["used"].items()}
-    parts = {part["name"]: float(part["seconds"]) for part in planned["parts"]}
     rows, total = [], dict.fromkeys(slower, 0.0)
-    for group, (ours, theirs) in GROUPS.items():
-        whole, took = sum(parts.get(name, 0.0) for name in ours), sum(measured.parts[name] for name in theirs)
+    for group in compared(planned, measured):
+        whole, took = group.planned, group.measured
         share = min(whole / planned["step_seconds"], took / measured.step_seconds)
-        used = {name: float(each) for name, each in dependence["seconds"][group].items()}
+        used = {name: float(each) for name, each in dependence["seconds"][group.name].items()}
         for name, each in used.items():
             total[name] += each
         if share >= MIN_SHARE and used:

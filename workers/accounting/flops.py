@@ -110,14 +110,10 @@ def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
-def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
-    """The part of `rank_parameters` that is not trained."""
-    return tuple(frozen_parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
-
-
 def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     """The part of `rank_parameters` that is trained."""
-    return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+    ranks = enumerate(rank_parameters(spec))
+    return tuple(whole - frozen_parameters_of_rank(spec, rank) for rank, whole in ranks)
 
 
 def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:

@@ -127,17 +127,6 @@ def test_plan_with_uneven_stages_reports_the_effect_of_moving_layers():
     assert moved and all(each.seconds > chosen.time.seconds * 0.999 for each in moved), "nothing nearby is faster"
 
 
-def test_plan_of_imbalanced_ranks_names_the_one_others_wait_for():
-    spec = large_vocabulary(pipeline=4)
-    (plan,) = evaluate(spec, a100s(1, 4)).plans
-    bubble = next(each for each in explain(plan, a100s(1, 4)).shares if each.name == "bubble")
-    assert "of which rank 3 has " in bubble.what and "parallel.stage_layers" in bubble.help
-    (alike,) = evaluate(job(8, pipeline=4), a100s(1, 4)).plans
-    bubble = next(each for each in explain(alike, a100s(1, 4)).shares if each.name == "bubble")
-    assert layer_counts(8, alike.spec.layout) == (2,) * 4
-    assert ("stage_layers" in bubble.help) == ("of which rank" in bubble.what)
-
-
 class Distance:
     """Bounds of steps that take as many seconds as layers are not where they are in the `best` list, and one more."""
 
@@ -189,17 +178,6 @@ def test_uneven_lists_that_seem_to_fit_are_tried_a_few_times(monkeypatch):
     monkeypatch.setattr("manta.service.planner.search.worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
     assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.2, bounds, 1.0) is None
     assert asked == [(5, 6), (2, 6), (1, 6)]
-
-
-def test_uneven_room_one_layer_short_is_tried_with_one_more():
-    asked = []
-    model, cluster = SimpleNamespace(layers=4), SimpleNamespace(machine=None)
-    bounds = SimpleNamespace(
-        job=SimpleNamespace(model=model),
-        cluster=cluster,
-        min_seconds_uneven=lambda _: 0.0,
-        room=lambda *_: (1, 2),
-        shared_out=lambda _, room: asked.append(room),
-    )
-    assert fitted(SimpleNamespace(pipeline=2), 1.0, bounds, 1.0) is None
-    assert asked == [[2, 3]]
+    bounds.room, bounds.shared_out = (lambda *_: (1, 2)), (lambda _, room: asked.append(tuple(room)))
+    assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.0, bounds, 1.0) is None
+    assert asked[3:] == [(2, 3)], "one layer more than there seems to be room for"
