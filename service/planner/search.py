@@ -188,7 +188,7 @@ def search(
         _keep_best(best.too_large, candidate, least)
     plans = best.plans()
     _exclude_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
-    rejected = tuple(_rejected(job, cluster, plans, best.slower, best.too_large))
+    rejected = tuple(_rejected(job, cluster, plans, best))
     return Answer(plans, rejected if plans or rejected else _without_layout(job, cluster))
 
 
@@ -393,23 +393,17 @@ def _keep_best(of: _Least, candidate: Candidate, value: float) -> None:
         of[candidate.tensor, candidate.pipeline] = value, candidate
 
 
-def _rejected(
-    job: JobSpec,
-    cluster: Cluster,
-    plans: Iterable[Plan],
-    slower: dict[tuple[int, int], tuple[float, Candidate]],
-    too_large: dict[tuple[int, int], tuple[float, Candidate]],
-) -> list[Rejected]:
+def _rejected(job: JobSpec, cluster: Cluster, plans: Iterable[Plan], best: Best) -> list[Rejected]:
     """The fastest of the others first, then those that come nearest to fitting."""
     chosen = {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans}
-    best = min((plan.time.seconds for plan in plans), default=0.0)
+    least = min((plan.time.seconds for plan in plans), default=0.0)
     answers = []
-    for key, (seconds, candidate) in sorted(slower.items(), key=lambda item: item[1]):
+    for key, (seconds, candidate) in sorted(best.slower.items(), key=lambda item: item[1]):
         if key not in chosen:
-            reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as the best"
+            reason = f"takes at least {seconds:.3g} s a step, {seconds / least:.2f} times as long as the best"
             answers.append(Rejected(candidate.spec(job), reason))
-    for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
-        if key not in chosen and key not in slower and len(answers) < MAX_REJECTED:
+    for key, (_, candidate) in sorted(best.too_large.items(), key=lambda item: item[1]):
+        if key not in chosen and key not in best.slower and len(answers) < MAX_REJECTED:
             spec = candidate.spec(job)
             answers.append(
                 Rejected(spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine), usable_bytes(cluster))}")

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
 
 from manta.service.planner.communication import (
     Group,
@@ -31,7 +30,7 @@ from manta.service.planner.software import MANTA, Software, engine_on
 from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
-from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
+from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
@@ -191,18 +190,17 @@ class StepModel:
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
         layout = self.spec.layout
-        ends = list(accumulate(layer_counts(self.spec.model.layers, layout), initial=0))
-        last = len(ends) - 2
+        layers, count = self.spec.model.layers, layout.pipeline * layout.virtual_stages
         stages = (
-            self.part_of(index).passes.times(range(*each), index == 0, index == last)
-            for index, each in enumerate(pairwise(ends))
+            self.part_of(index).passes.times(layers_of(layers, layout, index), index == 0, index == count - 1)
+            for index in range(count)
         )
         return Pipeline(
             layout.schedule,
             layout.pipeline,
             layout.virtual_stages,
             tuple(stages),
-            tuple(self.message(index) for index in range(last)),
+            tuple(self.message(index) for index in range(count - 1)),
             self.software.blocks_on_messages,
             self.cores(),
         )
