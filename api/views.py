@@ -14,26 +14,16 @@ from sqlalchemy.orm import Session
 from manta.api import schemas
 from manta.api.schemas import access as access_schemas
 from manta.service.cluster.sizes import layout_in_use
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 from manta.service.ledger import Interval, Ledger
 from manta.service.logs.pages import LogLine
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
 from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
-from manta.service.removal.deletion import Deletion
+from manta.service.removal import Deletion
 from manta.service.states import JobState
-from manta.service.store import (
-    checkpoints,
-    edits,
-    exports,
-    installation_tables,
-    jobs,
-    ledgers,
-    metrics,
-    recoveries,
-    tables,
-)
+from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
 from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
@@ -78,9 +68,9 @@ def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_secon
     return schemas.Job(
         id=job.id,
         project=job.project,
-        etag=f'"{edits.version_of(job)}"',
+        etag=f'"{jobs.version_of(job)}"',
         name=job.name,
-        labels=edits.labels_of(job),
+        labels=jobs.labels_of(job),
         owner=job.owner,
         state=job.state,
         reason=job.reason,

@@ -16,13 +16,13 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
-from manta.service.backoff import backoff
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
 from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.settings import without_secrets
 from manta.service.store import Store, checkpoints, events, exports
 from manta.service.store.database import INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, may_pass
 from manta.service.store.tables import Checkpoint, Export
+from manta.service.tasks import backoff
 from manta.workers.system.daemon_threads import in_daemon_thread
 from manta.workers.weights.mapping import Dtype, Format
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from manta.service.home.own_files import OwnFileUnusable, read_own
+from manta.service.own_files import OwnFileUnusable, read_own
 from manta.workers.system.processes import ParentDeathSignal
 
 log = logging.getLogger(__name__)

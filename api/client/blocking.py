@@ -59,8 +59,8 @@ from manta.api.schemas import (
 from manta.api.schemas.access import ApiKey, AuditEntry, Me, NewApiKey, OneTimeLink, Project
 from manta.api.schemas.traces import StepBudget, Trace, TraceDocument
 from manta.api.serving.local_service import find_key, find_url
+from manta.service.identity import Scope
 from manta.service.ids import is_job_id
-from manta.service.keys.identity import Scope
 from manta.service.settings import Settings
 from manta.service.states import is_final
 from manta.workers.protocol.messages import FaultKind

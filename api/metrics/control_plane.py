@@ -12,8 +12,8 @@ from prometheus_client.registry import Collector
 
 from manta.api.metrics.families import Family, Samples, counter, gauge
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.control.control_plane import ControlPlane
-from manta.service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.store import Store
 from manta.workers.protocol.messages import PROTOCOL, GpuReading
 

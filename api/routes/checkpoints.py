@@ -15,7 +15,7 @@ from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.errors import InvalidParameter
 from manta.service.exports import ExportNotPossible
-from manta.service.removal.deletion import CheckpointNeeded, NotRemoved
+from manta.service.removal import CheckpointNeeded, NotRemoved
 from manta.service.store import checkpoints, exports, jobs, leases
 from manta.service.store.errors import CheckpointNotFound, ExportNotFound, JobBeingDeleted
 

@@ -34,9 +34,9 @@ from manta.service.control.control_plane import ControlPlane
 from manta.service.errors import InvalidParameter
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
-from manta.service.removal.deletion import NotRemoved
+from manta.service.removal import NotRemoved
 from manta.service.states import STATE_NAMES
-from manta.service.store import edits, jobs, pauses_and_retries
+from manta.service.store import jobs, pauses_and_retries
 from manta.service.store.errors import (
     IdempotencyConflict,
     IllegalTransition,
@@ -163,7 +163,7 @@ def edit_job(
         refuse_priority(caller, wanted.priority)
 
     def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, edits.edit(session, job_id, **wanted.given, expected=expected))
+        return views.job_view(session, jobs.edit(session, job_id, **wanted.given, expected=expected))
 
     job = control.store.write(operation)
     control.submitted(job_id)

@@ -16,7 +16,7 @@ from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, Forbidden, refuse_priority, request_of_caller
 from manta.api.security.permissions import RequiredPermission
 from manta.service.errors import InvalidParameter
-from manta.service.keys.identity import Identity, digest_of, new_key
+from manta.service.identity import Identity, digest_of, new_key
 from manta.service.store import keys
 from manta.service.store.errors import KeyNotFound, ProjectNotFound
 

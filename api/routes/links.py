@@ -19,7 +19,7 @@ from manta.api.schemas import access as access_schemas
 from manta.api.security.access import Caller, request_of_caller
 from manta.api.security.credentials import cookie_name
 from manta.api.security.permissions import DASHBOARD_PATH, LINK_PATH
-from manta.service.keys.identity import digest_of, new_browser_token
+from manta.service.identity import digest_of, new_browser_token
 from manta.service.store import audit, keys
 from manta.service.store.audit import AuditRecord
 from manta.service.store.errors import LinkInvalid

@@ -41,7 +41,7 @@ from manta.service.cluster.ray_private import (
     address_file,
     sockets_of,
 )
-from manta.service.home.own_files import OwnFileUnusable, read_own, write_private, writing_in
+from manta.service.own_files import OwnFileUnusable, read_own, write_private, writing_in
 from manta.service.settings import without_secrets
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths

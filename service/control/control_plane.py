@@ -23,7 +23,9 @@ from manta.service.cluster.node_maintenance import NodeMaintenance
 from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
+from manta.service.control.cluster_view import Measurements, cluster_view, measured
 from manta.service.control.faults import FaultInjector, FaultsNotAllowed
+from manta.service.control.home_of_jobs import HomeOfJobs
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
@@ -31,15 +33,12 @@ from manta.service.control.running_ranks import ObservedWaits, RankStack, Runnin
 from manta.service.control.takeover import refuse_incompatible_agents
 from manta.service.exports import Exports
 from manta.service.file_work import FileWork
-from manta.service.home.home_of_jobs import HomeOfJobs
 from manta.service.job.inbox import Cancel, JobRequest, NodeDraining, NodeLost, Resize
 from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
 from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import JobLogs, LogsInHome
-from manta.service.monitoring.cluster_view import Measurements, cluster_view, measured
-from manta.service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
-from manta.service.removal.retention import Retention
+from manta.service.removal import Deletion, Retention, delete_checkpoint_in_time, delete_job
 from manta.service.states import JobState
 from manta.service.store import Store, installation_tables, jobs
 from manta.service.store.leases import connection_name

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manta.service.recovery.budgets import PastFailure, past_failures
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, PastFailure, past_failures
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Generation

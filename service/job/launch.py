@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manta.service.backups import rank_backups
 from manta.service.cluster.agent_client import AgentError, AgentFailed, within
 from manta.service.cluster.agents import query
 from manta.service.cluster.sizes import max_ranks
+from manta.service.job import rank_backups
 from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from manta.service.cluster.placement import insufficient, unit_of
 from manta.service.job.incident import Incident
 from manta.service.ledger import StateEntry
-from manta.service.recovery.budgets import avoided_nodes, past_failures
+from manta.service.recovery.decisions import avoided_nodes, past_failures
 from manta.service.states import HELD, JobState, can
 from manta.service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
 from manta.service.store.database import until_done

@@ -23,7 +23,7 @@ from manta.service.store import (
     plans,
     ranks,
     recoveries,
-    trace_requests,
+    step_traces,
 )
 from manta.service.store.database import until_done
 from manta.service.store.generations import TrainedStep
@@ -201,15 +201,15 @@ class ReportWriter:
         generations.add_training(session, self._job_id, self._generation, step)
 
     def _trace_began(self, session: Session, report: Report, began: TraceBegan) -> None:
-        trace_requests.record_beginning(session, self._job_id, began.number, self._generation, began.first_step)
+        step_traces.record_beginning(session, self._job_id, began.number, self._generation, began.first_step)
 
     def _traced(self, session: Session, report: Report, traced: Traced) -> None:
         about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
-        trace_requests.record_recorded(session, *about, traced.recording)
+        step_traces.record_recorded(session, *about, traced.recording)
 
     def _profiled(self, session: Session, report: Report, profiled: Profiled) -> None:
         about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
-        trace_requests.record_profiled(session, *about, base64.b85decode(profiled.content))
+        step_traces.record_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, ranks.EXITED)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 from manta.service.store.installation_tables import AuditEntry
 from manta.service.store.paging import Cursors, Page
 

@@ -21,10 +21,10 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from manta.service.backoff import backoff
 from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.location import file_of, parse_url
 from manta.service.store.sqlite import SqliteDatabase
+from manta.service.tasks import backoff
 from manta.workers.errors import MantaError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import OperationalError
 from manta.api.client import Client
 from manta.api.streams import changes
 from manta.api.streams.changes import StateWaits
-from manta.service.keys.identity import digest_of
+from manta.service.identity import digest_of
 from manta.service.store.installation_tables import ApiKey
 from tests.api.support.keys import add_key, bearer
 from tests.service.support.virtual_time import run_with_answers_at_once

@@ -7,10 +7,10 @@ import pytest
 
 from manta.api import views
 from manta.service.cluster.sizes import layout_in_use
-from manta.service.keys.identity import Identity, Scope
+from manta.service.identity import Identity, Scope
 from manta.service.ledger import Ledger
 from manta.service.logs.pages import LogLine
-from manta.service.removal.deletion import Deletion, RemovedFiles
+from manta.service.removal import Deletion, RemovedFiles
 from manta.service.states import JobState
 from manta.service.store import generations, installation_tables, jobs, metrics, tables
 from manta.workers.config import JobSpec, ParallelConfig

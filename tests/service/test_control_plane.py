@@ -12,12 +12,11 @@ from sqlalchemy import text
 from manta.service.cluster import node_maintenance
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
-from manta.service.control import control_plane, housekeeping, owners, scheduler
+from manta.service.control import control_plane, home_of_jobs, housekeeping, owners, scheduler
 from manta.service.control.control_plane import ControlPlane
+from manta.service.control.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
-from manta.service.home import home_of_jobs
-from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.job.inbox import Cancel, Resize
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RayMismatch

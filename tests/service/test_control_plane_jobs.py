@@ -12,7 +12,7 @@ from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNo
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
 from manta.service.job.inbox import Cancel, Pause, Resize, Trace
-from manta.service.store import jobs, pauses_and_retries, trace_requests
+from manta.service.store import jobs, pauses_and_retries, step_traces
 from manta.service.store.errors import JobNotFinal, JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import Fault, TraceOrder
@@ -105,7 +105,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
 def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, submit, store, asked_here):
     plane = start()
     job = running(plane, cluster, submit)
-    store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
+    store.write(lambda s: step_traces.request(s, job.id, 2, 7))
     if asked_here:
         plane.tell(job.id, Trace())
     (first,) = [agent for agent in cluster.agents.living.values() if agent.rank == 0]

@@ -8,12 +8,12 @@ from unittest.mock import AsyncMock
 import pytest
 from sqlalchemy import text, update
 
+from manta.service import removal
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.placement import agent_name, job_of
 from manta.service.control import housekeeping
 from manta.service.job.inbox import Cancel, Pause
 from manta.service.leases.decisions import HOUSEKEEPING
-from manta.service.removal import retention
 from manta.service.states import JobState
 from manta.service.store import checkpoints, jobs, pauses_and_retries
 from manta.service.store.installation_tables import Lease
@@ -132,7 +132,7 @@ def test_snapshots_of_a_job_cancelled_in_the_queue_are_removed(start, cluster, s
 
 
 def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, submit, store, monkeypatch):
-    monkeypatch.setattr(retention, "CONFIRMED_SECONDS", 0.0)
+    monkeypatch.setattr(removal, "CONFIRMED_SECONDS", 0.0)
     old, young, let_go_of = submit(), submit(), []
     for job in (old, young):
         finish(store, job)
@@ -145,7 +145,7 @@ def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, 
     monkeypatch.setattr(housekeeping.Housekeeping, "release_job", noted)
 
     def age(session):
-        jobs.get(session, old.id).finished_at -= 31 * retention.DAY_SECONDS
+        jobs.get(session, old.id).finished_at -= 31 * removal.DAY_SECONDS
 
     store.write(age)
     plane = start(retention_days=30)

@@ -20,8 +20,7 @@ from manta.service.job.launch import (
     order_for,
     watch_generation,
 )
-from manta.service.recovery.budgets import PastFailure
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import events, generations, ranks
 from manta.workers.protocol.messages import AgentDescription, Resume

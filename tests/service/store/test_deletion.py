@@ -19,7 +19,7 @@ from manta.service.store import (
     pauses_and_retries,
     ranks,
     recoveries,
-    trace_requests,
+    step_traces,
 )
 from manta.service.store.errors import JobBeingDeleted, JobBeingExported, JobNotFinal, JobNotFound
 from manta.service.store.recoveries import RecoveryStart
@@ -39,8 +39,8 @@ def full(session, job_id):
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     ranks.store_numbers(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     exports.end(session, exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None).id, None)
-    trace_requests.request(session, job_id, 1)
-    trace_requests.record_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
+    step_traces.request(session, job_id, 1)
+    step_traces.record_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 
