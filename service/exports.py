@@ -111,7 +111,7 @@ class Exports:
         return exports.begin(session, job_id, checkpoint_id, str(target), format, dtype), checkpoint.path
 
     def _target(self, to: str) -> Path:
-        """The folder that `to` names; links are resolved before it is compared with the roots. Raises InvalidTarget."""
+        """The folder that `to` names; links are resolved before it is compared with the roots."""
         if not to.strip():
             raise InvalidTarget("the folder has no name: give the name of a folder for the weights")
         if "://" in to:

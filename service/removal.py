@@ -107,21 +107,16 @@ class Deletion:
 
 def delete_job(store: Store, paths: Paths, job_id: str, release_job: Callable[[], None], work: FileWork) -> Deletion:
     """Delete a final job. `release_job` returns when nothing of it is left on the cluster, including its snapshots in
-    memory; `work`: what its files are removed by.
-
-    Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved, StillRemoving, and whatever `release_job`
-    raises.
-    """
+    memory; `work`: what its files are removed by. Raises JobNotFound, JobNotFinal, JobBeingExported, FilesNotRemoved,
+    StillRemoving, and whatever `release_job` raises."""
     store.write(lambda session: deletion.begin(session, job_id))
     release_job()
     return delete_rest_in_time(store, paths, job_id, work)
 
 
 def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork) -> Deletion:
-    """`delete_rest`, which goes on without its caller if the file system or store does not answer.
-
-    Raises JobNotFound, FilesNotRemoved, StillRemoving.
-    """
+    """`delete_rest`, which goes on without its caller if the file system or store does not answer. Raises JobNotFound,
+    FilesNotRemoved, StillRemoving."""
     try:
         return work.run(("job", job_id), REMOVAL_SECONDS, lambda: delete_rest(store, paths, job_id))
     except NotFinished as error:
@@ -132,10 +127,8 @@ def delete_rest_in_time(store: Store, paths: Paths, job_id: str, work: FileWork)
 
 
 def delete_rest(store: Store, paths: Paths, job_id: str) -> Deletion:
-    """Delete the files and rows of a job that is marked and has nothing left on the cluster.
-
-    Raises JobNotFound, FilesNotRemoved.
-    """
+    """Delete the files and rows of a job that is marked and has nothing left on the cluster. Raises JobNotFound,
+    FilesNotRemoved."""
     try:
         files = remove_files(paths, job_id)
     except FilesNotRemoved as error:
@@ -200,7 +193,7 @@ def _count(job_id: str, folder: Location) -> int:
 
 
 def _remove(job_id: str, folder: Location) -> int:
-    """Remove `folder`; returns how many bytes it contained. Raises FilesNotRemoved."""
+    """Remove `folder`; returns how many bytes it contained."""
     files = files_of(folder)
     try:
         count = files.bytes_in(folder)
@@ -247,10 +240,8 @@ class CheckpointStillRemoving(NotRemoved):
 def delete_checkpoint_in_time(
     store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool, work: FileWork
 ) -> Checkpoint:
-    """`delete_checkpoint`, which goes on without its caller if the file system or store does not answer.
-
-    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving.
-    """
+    """`delete_checkpoint`, which goes on without its caller if the file system or store does not answer. Raises
+    JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved, CheckpointStillRemoving."""
     about = ("checkpoint", job_id, checkpoint_id, force)
     try:
         return work.run(about, REMOVAL_SECONDS, lambda: delete_checkpoint(store, paths, job_id, checkpoint_id, force))
@@ -260,10 +251,8 @@ def delete_checkpoint_in_time(
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:
     """Remove a checkpoint's files and record that it is deleted; returns it. A deleted checkpoint stays deleted. The
-    newest readable one of a job that may continue, which would resume from it, is deleted only with `force`.
-
-    Raises JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved.
-    """
+    newest readable one of a job that may continue, which would resume from it, is deleted only with `force`. Raises
+    JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved."""
     with store.read() as session:
         row = checkpoints.get(session, job_id, checkpoint_id)
         if row.state == checkpoints.DELETED:
@@ -275,7 +264,7 @@ def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: st
 
 
 def _place(paths: Paths, row: Checkpoint) -> Location:
-    """Where the checkpoint is stored, which a trainer's report does not determine. Raises CheckpointNeeded."""
+    """Where the checkpoint is stored, which a trainer's report does not determine."""
     place = checkpoint_path(paths.checkpoint_folder(row.job_id), row.step, row.generation)
     if str(place) != row.path:
         raise CheckpointNeeded(
@@ -286,7 +275,6 @@ def _place(paths: Paths, row: Checkpoint) -> Location:
 
 
 def _refuse_needed(session: Session, job: Job, row: Checkpoint, force: bool) -> None:
-    """Raises CheckpointNeeded."""
     state = JobState(job.state)
     if row.state == checkpoints.SAVING and not is_final(state) and row.generation == job.generation:
         raise CheckpointNeeded(f"{row.id} is being saved; wait until it is complete, or cancel the job")
@@ -380,7 +368,6 @@ class Retention:
                     return
 
     async def _has_newer_files(self, job_id: str, before: float) -> bool:
-        """Raises NotFinished."""
         look = partial(has_newer_files, self._paths, job_id, before)
         return await asyncio.to_thread(self._work.run, ("age", job_id), FILE_SECONDS, look)
 

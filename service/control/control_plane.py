@@ -287,7 +287,7 @@ class ControlPlane:
         return {**about, "draining": False}
 
     async def _node(self, node: str) -> dict[str, Any]:
-        """The node whose id begins with `node`. Raises NodeNotFound, ClusterUnavailable."""
+        """The node whose id begins with `node`."""
         nodes = (await cluster_view(self._started_cluster, self._store))["nodes"]
         matching = [each for each in nodes if each["id"].startswith(node)]
         if len(matching) != 1:
@@ -334,7 +334,7 @@ class ControlPlane:
 
     @staticmethod
     def _started(part: T | None) -> T:
-        """A part that needs Ray. Raises ClusterUnavailable."""
+        """A part that needs Ray."""
         if part is None:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
         return part

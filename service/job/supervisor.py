@@ -176,7 +176,7 @@ class Supervisor:
         return await (self._adopt(job) if scheduled_generation is None else self._start(job, scheduled_generation))
 
     async def _perform(self, action: Action) -> Action | None:
-        """Carry out one action; returns the next, or None when the job has no owner any more. Raises NotPlaced."""
+        """Carry out one action; returns the next, or None when the job has no owner any more."""
         match action:
             case Watch():
                 return await self._watch()

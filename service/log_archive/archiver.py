@@ -219,7 +219,7 @@ class LogArchiver:
             job.failures = 0
 
     async def _ship(self, job: _Job, closes: bool = False) -> None:
-        """Write what is new, and with `closes` that nothing follows. Raises OSError."""
+        """Write what is new, and with `closes` that nothing follows."""
         if job.shipping is not None and not job.shipping.done():
             await asyncio.wait({asyncio.wrap_future(job.shipping)})
         await self._upload_slots.acquire()

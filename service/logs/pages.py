@@ -195,10 +195,8 @@ class Chunk:
 
 
 def log_folder(home: Path, job_id: str) -> Path:
-    """The folder of a job's log files.
-
-    Raises ValueError for text that is not a job id, so that paths stay inside `home`.
-    """
+    """The folder of a job's log files. Raises ValueError for text that is not a job id, so that paths stay inside
+    `home`."""
     if not is_job_id(job_id):
         raise ValueError(f"{job_id!r} is not a job id")
     return home / "jobs" / job_id / "logs"
@@ -334,7 +332,7 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
 
 
 def _moment(value: Any) -> float:
-    """Unix seconds before the year 10000. Raises ValueError, TypeError."""
+    """Unix seconds before the year 10000."""
     seconds = float(value)
     if not 0 <= seconds < 253402300800:
         raise ValueError(f"{value} is not a time")

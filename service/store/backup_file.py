@@ -77,10 +77,7 @@ def back_up(store: Store, file: Path) -> None:
 def restore(url: str, file: Path, replace: bool, now: float) -> int:
     """Replace the database at `url` with the contents of `file`; returns how many of its jobs are not final. Each of
     these gets the event `restored`, and none starts by itself: it may be running already, or be over. `replace`: even
-    if the database has jobs.
-
-    Raises NotABackup, StoreOfNewerRelease, DatabaseInUse, DatabaseNotEmpty, StoreUnusable.
-    """
+    if the database has jobs. Raises NotABackup, StoreOfNewerRelease, DatabaseInUse, DatabaseNotEmpty, StoreUnusable."""
     database = open_database(url)
     folder = database.file if isinstance(database, SqliteDatabase) else Path(tempfile.gettempdir()) / "manta.db"
     try:

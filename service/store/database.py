@@ -198,7 +198,7 @@ class Store:
         return current is not None and FIRST_RELEASED <= current < newest_revision() and current < OLDEST_READER
 
     def _use_newer(self, current: str) -> None:
-        """Use a database with a revision that is unknown here. Raises StoreOfNewerRelease."""
+        """Use a database with a revision that is unknown here."""
         try:
             with self._database.readers.connect() as connection:
                 oldest = connection.exec_driver_sql("SELECT oldest_reader FROM compatibility").scalar_one()

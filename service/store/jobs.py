@@ -181,10 +181,8 @@ def count_by_state(session: Session, bound: str | None = None) -> dict[JobState,
 def transition(
     session: Session, job_id: str, to: JobState, reason: str | None = None, message: str | None = None
 ) -> Job:
-    """Move a job to state `to`, with its reason code and message, and append a `state_changed` event.
-
-    Raises JobNotFound, and IllegalTransition if the state machine has no such edge.
-    """
+    """Move a job to state `to`, with its reason code and message, and append a `state_changed` event. Raises
+    JobNotFound, and IllegalTransition if the state machine has no such edge."""
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
     if not can(state, to):
@@ -210,10 +208,7 @@ def transition(
 
 def request_cancel(session: Session, job_id: str) -> Job:
     """The immediate effect of a user's cancel: a QUEUED job becomes CANCELLED, one with processes CANCELLING, and one
-    that is CANCELLING stays so.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
+    that is CANCELLING stays so. Raises JobNotFound, and IllegalTransition if the job's state does not allow it."""
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
     target = after_action("cancel", state)
@@ -225,10 +220,8 @@ def request_cancel(session: Session, job_id: str) -> Job:
 
 
 def request_resize(session: Session, job_id: str, replicas: int) -> Job:
-    """Record that the job should run with `replicas`; its supervisor does the rest when there is room.
-
-    Raises JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood.
-    """
+    """Record that the job should run with `replicas`; its supervisor does the rest when there is room. Raises
+    JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood."""
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
     if after_action("resize", state) is None:
@@ -397,10 +390,8 @@ def edit(
     expected: Collection[str] | None = None,
 ) -> Job:
     """Change a job's name, priority or labels, in its spec too. None leaves a value as it is; labels that are not in
-    `labels` stay, and those with None are removed. `expected`: only if the job has one of these versions.
-
-    Raises JobNotFound, JobChanged, TooManyLabels.
-    """
+    `labels` stay, and those with None are removed. `expected`: only if the job has one of these versions. Raises
+    JobNotFound, JobChanged, TooManyLabels."""
     job = get(session, job_id, lock=True)
     if expected is not None and version_of(job) not in expected:
         raise JobChanged(job_id, version_of(job))
@@ -427,7 +418,7 @@ def _editable(job: Job | Row[Any]) -> dict[str, Any]:
 
 
 def _merged(labels: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
-    """`labels` with `changes` (RFC 7396). Raises TooManyLabels."""
+    """`labels` with `changes` (RFC 7396)."""
     merged = {key: value for key, value in {**labels, **changes}.items() if value is not None}
     if len(merged) > MAX_LABELS:
         raise TooManyLabels(len(merged), MAX_LABELS)

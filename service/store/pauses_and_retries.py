@@ -19,10 +19,7 @@ RESUMED = "resumed"
 
 def request_pause(session: Session, job_id: str) -> Job:
     """The immediate effect of a user's pause: a QUEUED job becomes PAUSED, one that may hold places PAUSING, and one
-    that is either stays so.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
+    that is either stays so. Raises JobNotFound, and IllegalTransition if the job's state does not allow it."""
     job, target = _asked(session, job_id, "pause")
     if target == job.state:
         return job
@@ -33,10 +30,8 @@ def request_pause(session: Session, job_id: str) -> Job:
 
 
 def request_resume(session: Session, job_id: str) -> Job:
-    """Resume a PAUSED job from its newest state: it is QUEUED again.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
+    """Resume a PAUSED job from its newest state: it is QUEUED again. Raises JobNotFound, and IllegalTransition if the
+    job's state does not allow it."""
     job, target = _asked(session, job_id, "resume")
     # It was about to be PAUSED. Clocks may differ, so they cannot say whether what follows is the resumption.
     generations.clear_outcome(session, job_id, job.generation, **{RESUMED: True})
@@ -56,10 +51,8 @@ def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
 
 
 def request_retry(session: Session, job_id: str) -> Job:
-    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count.
-
-    Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
-    """
+    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count. Raises
+    JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it."""
     job, target = _asked(session, job_id, "retry")
     generations.clear_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"

@@ -292,7 +292,7 @@ def _refuse_impossible(
 
 
 def _layout(job: Job) -> ParallelConfig:
-    """The layout that the job runs in. Raises SpecNotUnderstood."""
+    """The layout that the job runs in."""
     return layout_in_use(stored_spec(job).spec.layout, job)
 
 
