@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from manta.service.cluster.placement import insufficient, unit_of
-from manta.service.job.incident import Incident
 from manta.service.ledger import StateEntry
-from manta.service.recovery.decisions import avoided_nodes, past_failures
+from manta.service.recovery.decisions import Incident, avoided_nodes, past_failures
 from manta.service.states import HELD, JobState, can
 from manta.service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
 from manta.service.store.database import until_done
@@ -135,7 +134,19 @@ class JobRecord:
             if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
                 ranks.replace(session, self.id, expected)
             if incident is not None:
-                recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
+                recoveries.begin(
+                    session,
+                    self.id,
+                    number,
+                    incident.timeline,
+                    kind=incident.culprit.kind,
+                    rank=incident.culprit.rank,
+                    cause=incident.culprit.sentence,
+                    node=incident.failure.node,
+                    source=source,
+                    resume_step=resume.step,
+                    wait_seconds=incident.wait_seconds,
+                )
             message = f"generation {number} {words[resume.source]}: {cause}"
             about = {"generation": number, "step": resume.step}
             events.append(session, self.id, "generation_started", message, data=data_of_event, **about)

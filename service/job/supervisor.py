@@ -46,14 +46,13 @@ from manta.service.job.inbox import (
     Resize,
     WaitInQueue,
 )
-from manta.service.job.incident import Incident
 from manta.service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
 from manta.service.job.leave import leave, request_save, watch_deadline
 from manta.service.job.planning import plan_generation
 from manta.service.job.record import NODES_TO_BE_LEFT
 from manta.service.job.resize_and_drain import ElasticityPlanner
 from manta.service.job.resume import known_checkpoints
-from manta.service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
+from manta.service.recovery.decisions import UNREADABLE, Death, GiveUp, Incident, decide, failure_of
 from manta.service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState, is_final

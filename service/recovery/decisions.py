@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Protocol
 
+from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.tasks import backoff_after
 from manta.workers.errors import failure_kind
 from manta.workers.protocol.messages import Resume
@@ -331,3 +332,35 @@ def recurs(history: Sequence[PastFailure], failure: PastFailure) -> bool:
         if failure.step is not None and earlier.committed >= failure.step:
             return False
     return False
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What the supervisor knows from the death of a rank to the launch of the next generation."""
+
+    culprit: Death
+    """The death that caused everything else."""
+    failure: PastFailure
+    """The culprit's death as a past failure, for later decisions."""
+    timeline: RecoveryTimeline
+    """When its phases ended, so far."""
+    wait_seconds: float = 0.0
+    """Seconds that the next generation was held back."""
+
+
+class FailureHistory:
+    """The failures that one job has survived."""
+
+    def __init__(self, retried_at: float):
+        self.retried_at = retried_at
+        """When the user last had it retried, in Unix seconds: earlier failures do not count."""
+        self.failed_launches: list[PastFailure] = []
+        """Failed launches since the last successful one: such failures have no rows."""
+
+    def failures(self, lives: Sequence[GenerationRow], incident: Incident | None = None) -> list[PastFailure]:
+        """All that count, oldest first. `lives`: the job's generations; `incident`: caused the launch that is to be
+        retried, and has no row yet."""
+        known = past_failures([life for life in lives if life.started_at > self.retried_at])
+        if incident is not None and incident.failure not in (*known, *self.failed_launches):
+            known.append(incident.failure)
+        return [*known, *self.failed_launches]

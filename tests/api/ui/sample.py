@@ -40,7 +40,6 @@ from manta.service.store import (
     ranks,
     recoveries,
 )
-from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Checkpoint
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.config import JobSpec
@@ -206,8 +205,9 @@ def _backdate(session: Any, job_id: str, now: float) -> None:
     first.ended_at = second.started_at = now - 58.4
     second.trained_from, second.trained_until = now - 56, now - 1
     times = RecoveryTimeline(now - 59.3, now - 59.6, now - 58.6, now - 58.3, now - 57, now - 56, now - 55)
-    died = RecoveryStart("killed", 5, "rank 5 was killed by signal 9", times, "n1", (5,), 7, "snapshot", CRASHED_AT)
-    recoveries.begin(session, job_id, second.generation, died)
+    died = {"kind": "killed", "rank": 5, "cause": "rank 5 was killed by signal 9", "node": "n1"}
+    recoveries.begin(session, job_id, second.generation, times, **died, source="snapshot", resume_step=CRASHED_AT)
+    recoveries.record_replaced(session, job_id, second.generation, (5,), 7)
 
 
 def _commit(session: Any, job_id: str, steps: Iterable[int]) -> None:

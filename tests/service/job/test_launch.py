@@ -10,7 +10,6 @@ from manta.service.cluster.sizes import resized
 from manta.service.job import hangs_and_stragglers, launch
 from manta.service.job.actions import Launch, launch_after
 from manta.service.job.context import JobContext
-from manta.service.job.incident import Incident
 from manta.service.job.launch import (
     CommonOrder,
     LaunchFailed,
@@ -20,7 +19,7 @@ from manta.service.job.launch import (
     order_for,
     watch_generation,
 )
-from manta.service.recovery.decisions import Death, PastFailure
+from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import events, generations, ranks
 from manta.workers.protocol.messages import AgentDescription, Resume

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from manta.service.job.incident import Incident
 from manta.service.job.record import JobRecord
-from manta.service.recovery.decisions import Death, PastFailure
+from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import events, generations, jobs, pauses_and_retries, ranks, recoveries

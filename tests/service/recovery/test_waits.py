@@ -132,12 +132,7 @@ def test_recovery_phases_sum_to_the_whole_and_none_is_negative(
     assert tuple(phases) == PHASES
     assert all(seconds >= 0 for seconds in phases.values())
     assert sum(phases.values()) == pytest.approx(timeline.total_seconds)
-    assert RecoveryTimeline.from_times(timeline.to_json()) == timeline
-
-
-def test_recovery_timeline_without_the_time_of_notice_is_refused():
-    with pytest.raises(KeyError, match="noticed_at"):
-        RecoveryTimeline.from_times({"failed_at": 1.0})
+    assert RecoveryTimeline(**timeline.to_json()) == timeline
 
 
 def recorded(gang):

@@ -22,7 +22,6 @@ from manta.service.store import (
     step_traces,
 )
 from manta.service.store.errors import JobBeingDeleted, JobBeingExported, JobNotFinal, JobNotFound
-from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.timing.recording import Recording
@@ -32,7 +31,7 @@ def full(session, job_id):
     """Give a job a row in every table."""
     jobs.transition(session, job_id, JobState.STARTING)
     generation = generations.begin(session, job_id, "submitted", False)
-    recoveries.begin(session, job_id, generation, RecoveryStart("killed", 0, "killed", RecoveryTimeline(1.0)))
+    recoveries.begin(session, job_id, generation, RecoveryTimeline(1.0), kind="killed", rank=0, cause="killed")
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
