@@ -132,12 +132,8 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
-        yield Finding(
-            "shared memory",
-            "problem",
-            f"{folder} cannot be used: {error.strerror}",
-            "mount a tmpfs there: snapshots lie in it",
-        )
+        unusable = f"{folder} cannot be used: {error.strerror}"
+        yield Finding("shared memory", "problem", unusable, "mount a tmpfs there: snapshots lie in it")
         return
     free = min(usage.free, memory_available())
     text = f"{folder} has {byte_count(free)} free of {byte_count(usage.total)}"
@@ -229,9 +225,8 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
         needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
         text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - MIN_DISK_BYTES)}"
     if free < needed:
-        yield Finding(
-            "disk", "warning", text, "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"
-        )
+        advice = "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"
+        yield Finding("disk", "warning", text, advice)
     else:
         yield Finding("disk", "ok", text)
 
@@ -245,9 +240,8 @@ def folders(paths: Paths) -> Iterator[Finding]:
         except FileNotFoundError:
             continue
         except OSError as error:
-            yield Finding(
-                "folders", "problem", f"{folder} ({what}): {error.strerror}", "make it readable for this user"
-            )
+            problem = f"{folder} ({what}): {error.strerror}"
+            yield Finding("folders", "problem", problem, "make it readable for this user")
             continue
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
             problem = f"{folder} ({what}) is not a folder of this user's (uid {os.getuid()})"
@@ -261,12 +255,8 @@ def folders(paths: Paths) -> Iterator[Finding]:
             yield Finding("folders", "ok", f"{folder} ({what}) is this user's alone")
     longest = len(os.fsencode(paths.ray_folder)) + 60
     if longest > SOCKET_PATH_BYTES:
-        yield Finding(
-            "folders",
-            "problem",
-            f"sockets below {paths.ray_folder} have too long names",
-            "use a user with a shorter number",
-        )
+        problem = f"sockets below {paths.ray_folder} have too long names"
+        yield Finding("folders", "problem", problem, "use a user with a shorter number")
 
 
 def network() -> Iterator[Finding]:
@@ -286,7 +276,7 @@ def requirements() -> Iterator[Finding]:
         yield Finding("packages", "warning", f"{DISTRIBUTION} is not installed here", "pip install it, or `make setup`")
         return
     needed = [each for each in wanted if each.marker is None or each.marker.evaluate({"extra": ""})]
-    if not _has_torch():  # a separate control plane has none, see `torch`
+    if _version("torch") is None:  # a separate control plane has none, see `torch`
         needed = [each for each in needed if each.name != "torch"]
     wrong = list(filter(None, map(_wrong, needed)))
     for problem in wrong:
@@ -296,25 +286,24 @@ def requirements() -> Iterator[Finding]:
         yield Finding("packages", "ok", f"{DISTRIBUTION} {version} and the {len(needed)} packages that it needs")
 
 
-def _has_torch() -> bool:
+def _version(package: str) -> str | None:
+    """The installed version; None if there is none."""
     try:
-        importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def _wrong(wanted: Requirement) -> str | None:
-    try:
-        version = importlib.metadata.version(wanted.name)
-    except importlib.metadata.PackageNotFoundError:
+    version = _version(wanted.name)
+    if version is None:
         return f"{wanted.name} is not installed"
     return None if wanted.specifier.contains(version, True) else f"{wanted.name} is {version}, not {wanted.specifier}"
 
 
 def torch(gpus: int | None = None) -> Iterator[Finding]:
     """Whether torch starts, and uses the GPUs that the machine has. `gpus`: their number; None: look."""
-    if not _has_torch():
+    if _version("torch") is None:
         said = "torch is not installed: this machine will do for a control plane, but no ranks can run on it"
         yield Finding("torch", "warning", said, "pip install torch, where ranks are to run")
         return
@@ -355,9 +344,8 @@ def driver_version(file: Path = DRIVER) -> str | None:
 
 def ray() -> Iterator[Finding]:
     """Which Ray is installed."""
-    try:
-        version = importlib.metadata.version("ray")
-    except importlib.metadata.PackageNotFoundError:
+    version = _version("ray")
+    if version is None:
         yield Finding("Ray", "problem", "ray is not installed", "pip install ray")
         return
     oldest, newest = TRIED_WITH

@@ -45,20 +45,6 @@ MAX_WAIT_SECONDS = 2.0
 may be short, or its agent is silent. Each wait is twice as long as the one before."""
 
 
-@dataclass(frozen=True)
-class RepairOverGroups:
-    """What is known about repair in place over NCCL, which depends on drivers, NCCL and the network of the nodes. Links
-    do not need it."""
-
-    is_tried: bool = False
-    """Whether the ranks test it now, in the first generation of a job. If that fails, later ones do not."""
-    works: bool = False
-    """Whether they have tested it, and it worked."""
-
-
-UNTRIED = RepairOverGroups()
-
-
 class LaunchFailed(MantaError):
     """Agents failed before the generation had begun; the next attempt continues without them."""
 
@@ -90,9 +76,9 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
         launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
     )
     roll_backs = await record.rolled_back()
-    repair = RepairOverGroups(next_one == 1, await record.repair_works())
+    repair_works = await record.repair_works()
     secret = secrets.token_hex(SECRET_LENGTH // 2)
-    common = CommonOrder(generation, gang.spec, resume, store, roll_backs, secret, repair)
+    common = CommonOrder(generation, gang.spec, resume, store, roll_backs, secret, next_one == 1, repair_works)
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
     try:
@@ -188,13 +174,16 @@ class CommonOrder:
     """Data of the events of steps that were rolled back."""
     secret: str | None = None
     """By which the ranks authenticate each other."""
-    repair: RepairOverGroups = UNTRIED
-    """For ranks on GPUs."""
+    tries_repair: bool = False
+    """Whether ranks on GPUs test repair in place over NCCL now, in the first generation of a job, since it depends on
+    drivers, NCCL and the network of the nodes. If that fails, later generations do not. Links do not need it."""
+    repair_works: bool = False
+    """Whether they have tested it, and it worked."""
 
 
 def order_for(job: JobContext, rank: int, where: AgentDescription, common: CommonOrder) -> LaunchOrder:
     """The order for the agent of `rank`, which is at `where`."""
-    paths, store, repair = job.cluster.paths, common.store, common.repair
+    paths, store = job.cluster.paths, common.store
     return LaunchOrder(
         job=job.id,
         generation=common.generation,
@@ -210,8 +199,8 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         device="cuda:0" if where.devices else "cpu",
         # A node's peak is that of its CPU: a rank with a GPU determines that of its GPU itself.
         peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),
-        in_place=repair.works or not where.devices,
-        tries_repair=repair.is_tried and bool(where.devices) and job.gang.layout.world_size > 1,
+        in_place=common.repair_works or not where.devices,
+        tries_repair=common.tries_repair and bool(where.devices) and job.gang.layout.world_size > 1,
     )
 
 

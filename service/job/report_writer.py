@@ -177,23 +177,14 @@ class ReportWriter:
             "forked": over.forked,
             "kept": over.kept,
         }
-        events.append(
-            session,
-            self._job_id,
-            "recovered",
-            message,
-            generation=self._generation,
-            rank=over.rank,
-            step=step,
-            data=data,
-        )
+        about = {"generation": self._generation, "rank": over.rank, "step": step}
+        events.append(session, self._job_id, "recovered", message, data=data, **about)
 
     def _started(self, session: Session, report: Report, started: Started) -> None:
         """`report` comes when the rank has its state."""
         ranks.set_state(session, self._job_id, self._generation, report.rank, "running", pid=started.pid)
-        recoveries.record_latest(
-            session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
-        )
+        times = {"connected_at": started.connected_at, "restored_at": report.time}
+        recoveries.record_latest(session, self._job_id, self._generation, **times)
 
     def _finished(self, session: Session, report: Report, seconds: dict[str, float]) -> None:
         """The last step was committed before; later work, such as the last checkpoint, is reported here."""
@@ -215,17 +206,8 @@ class ReportWriter:
         ranks.set_state(session, self._job_id, self._generation, report.rank, ranks.EXITED)
 
     def _event(self, session: Session, report: Report, event: Event) -> None:
-        events.append(
-            session,
-            self._job_id,
-            event.type,
-            event.message,
-            generation=self._generation,
-            rank=report.rank,
-            step=event.step,
-            data=event.data,
-            at=report.time,
-        )
+        about = {"generation": self._generation, "rank": report.rank, "step": event.step}
+        events.append(session, self._job_id, event.type, event.message, data=event.data, at=report.time, **about)
         if event.type.startswith("checkpoint_") and event.step is not None:
             self._checkpoint(session, event.type, event.step, event.data)
 

@@ -12,7 +12,6 @@ from manta.service.cluster.agent_client import AgentClient, within
 from manta.service.cluster.sizes import resized, shapes_of, sizes_of
 from manta.service.job import rank_backups
 from manta.service.job.context import LISTING_SECONDS, JobContext
-from manta.service.job.gang import Gang
 from manta.service.job.rank_backups import complete_states, spread
 from manta.service.recovery.decisions import choose_resume, unusable_sources
 from manta.service.recovery.durable_state import DurableState, durable_state
@@ -54,12 +53,13 @@ async def newest_state(job: JobContext, last_kind: str | None, last_step: int | 
     gang, generation = job.gang, (await job.record.job()).generation
     async with asyncio.timeout(MEMORY_SECONDS):  # limits the agents only: the database may take any time
         brought, foreign = await _in_memory(job, generation)
-    held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
+    resting = {rank: [step] for rank, step in gang.resting_steps.items() if step is not None}
+    held = [{*steps, *resting.get(rank, ())} for rank, steps in enumerate(brought.steps)]
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.record.has_begun or any(step is not None for step in gang.resting_steps.values())
+    is_heard = job.record.has_begun or bool(resting)
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
@@ -98,12 +98,6 @@ async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -
     if newest > (await job.record.job()).generation:  # a backup: later generations must have higher numbers
         await job.record.write(lambda session: backup_file.know_generation(session, job.id, newest))
     return durable
-
-
-def _in_process(gang: Gang, rank: int) -> list[int]:
-    """The step that the rank's resting trainer still holds."""
-    step = gang.resting_steps.get(rank)
-    return [] if step is None else [step]
 
 
 def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:

@@ -349,9 +349,7 @@ def refined(verdict: Verdict, records: Mapping[int, FlightRecord], group: Group)
     disagreement = find_disagreement(records, group)
     if disagreement is None:
         return verdict
-    if not disagreement.ranks:
-        return Verdict("gang", verdict.ranks, disagreement.why)
-    return Verdict("ranks", disagreement.ranks, disagreement.why)
+    return Verdict("ranks" if disagreement.ranks else "gang", disagreement.ranks or verdict.ranks, disagreement.why)
 
 
 def find_disagreement(records: Mapping[int, FlightRecord], group: Group) -> Finding | None:

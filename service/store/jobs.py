@@ -206,15 +206,21 @@ def transition(
     return job
 
 
+def asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
+    """The job, locked, and the state that a user's `action` leads to. Raises JobNotFound, IllegalTransition."""
+    job = get(session, job_id, lock=True)
+    state = JobState(job.state)
+    target = after_action(action, state)
+    if target is None:
+        raise IllegalTransition(job_id, state, action=action)
+    return job, target
+
+
 def request_cancel(session: Session, job_id: str) -> Job:
     """The immediate effect of a user's cancel: a QUEUED job becomes CANCELLED, one with processes CANCELLING, and one
     that is CANCELLING stays so. Raises JobNotFound, and IllegalTransition if the job's state does not allow it."""
-    job = get(session, job_id, lock=True)
-    state = JobState(job.state)
-    target = after_action("cancel", state)
-    if target is None:
-        raise IllegalTransition(job_id, state, action="cancel")
-    if target == state:
+    job, target = asked(session, job_id, "cancel")
+    if target == job.state:
         return job
     return transition(session, job_id, target, "cancelled_by_user", "cancelled by the user")
 
@@ -222,10 +228,7 @@ def request_cancel(session: Session, job_id: str) -> Job:
 def request_resize(session: Session, job_id: str, replicas: int) -> Job:
     """Record that the job should run with `replicas`; its supervisor does the rest when there is room. Raises
     JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood."""
-    job = get(session, job_id, lock=True)
-    state = JobState(job.state)
-    if after_action("resize", state) is None:
-        raise IllegalTransition(job_id, state, action="resize")
+    job, _ = asked(session, job_id, "resize")
     sizes = sizes_of(stored_spec(job).spec)
     if replicas not in sizes:
         raise SizeOutOfBounds(job_id, replicas, sizes)

@@ -13,7 +13,6 @@ from manta.service.job.context import JobContext
 from manta.service.job.launch import (
     CommonOrder,
     LaunchFailed,
-    RepairOverGroups,
     finish_launch,
     launch_generation,
     order_for,
@@ -64,14 +63,12 @@ def test_launch_order_of_a_gpu_rank_allows_in_place_rest_only_after_a_repair_tes
     at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
     order = order_for(job, 0, at, CommonOrder(1, job.submitted))
     assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
-    asked = {
-        repair: order_for(job, 0, at, CommonOrder(1, job.submitted, repair=repair))
-        for repair in (RepairOverGroups(), RepairOverGroups(is_tried=True), RepairOverGroups(works=True))
-    }
-    assert [(order.in_place, order.tries_repair) for order in asked.values()] == [
+    known = ({}, {"tries_repair": True}, {"repair_works": True})
+    asked = [order_for(job, 0, at, CommonOrder(1, job.submitted, **each)) for each in known]
+    assert [(order.in_place, order.tries_repair) for order in asked] == [
         (False, False), (False, True), (True, False)
     ]  # fmt: skip
-    tries = CommonOrder(1, job.submitted, repair=RepairOverGroups(True))
+    tries = CommonOrder(1, job.submitted, tries_repair=True)
     on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), tries)
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
