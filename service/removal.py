@@ -75,7 +75,6 @@ class FilesNotRemoved(NotRemoved):
     """Something in a job's folder cannot be removed."""
 
     def __init__(self, job_id: str, folder: Location, error: OSError):
-        self.job_id = job_id
         why = error.strerror or str(error) or type(error).__name__
         super().__init__(
             f"{error.filename or folder} cannot be removed ({why}), so the job and what is left of it are still there; "

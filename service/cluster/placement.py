@@ -137,12 +137,9 @@ def seats_of(layout: ParallelConfig, groups: Sequence[str]) -> dict[int, Seat]:
 
 
 def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
-    """What `layout` lacks on this cluster now; None if it fits.
-
-    A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count. If
-    nodes of several types are missing, the shortage is that of the type that would be missing most even if no other job
-    held any.
-    """
+    """What `layout` lacks on this cluster now; None if it fits. A tensor-parallel group must share a node, so free
+    units on nodes with fewer than `tensor` of them do not count. If nodes of several types are missing, the shortage is
+    that of the type that would be missing most even if no other job held any."""
     shortages = list(_shortages(layout, capacity))
     return max(shortages, key=lambda each: (each.needed - each.possible, each.needed - each.available), default=None)
 
@@ -199,10 +196,8 @@ def job_of(name: str) -> str | None:
 
 
 def partners(node_of_rank: Sequence[str]) -> dict[int, int]:
-    """For each rank the rank on another node that holds its backup; empty if all ranks share one node.
-
-    No rank holds more backups than necessary: one, unless a node has more ranks than all others together.
-    """
+    """For each rank the rank on another node that holds its backup; empty if all ranks share one node. No rank holds
+    more backups than necessary: one, unless a node has more ranks than all others together."""
     groups: dict[str, list[int]] = {}
     for rank, node in enumerate(node_of_rank):
         groups.setdefault(node, []).append(rank)

@@ -201,11 +201,8 @@ class RayHead:
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the head, which `ensure` started, and return the ray module. `namespace`: of all
-        names there, which are not visible from other namespaces.
-
-        Nothing may have imported ray in this process before, since it would not know the token. Raises RayUnavailable
-        if there is no head or it does not answer.
-        """
+        names there, which are not visible from other namespaces. Nothing may have imported ray in this process before,
+        since it would not know the token. Raises RayUnavailable if there is no head or it does not answer."""
         record = self.record()
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
@@ -232,10 +229,8 @@ class RayHead:
             return ""
 
     def stop(self) -> None:
-        """Kill all processes of this home's head and no others, and remove Ray's temporary files.
-
-        SIGKILL is used, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
-        """
+        """Kill all processes of this home's head and no others, and remove Ray's temporary files. SIGKILL is used,
+        since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay."""
         record = self.record()
         end_all((MARK, self._paths.tag), record.pid if record is not None else None)
         with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head

@@ -120,10 +120,8 @@ class ControlPlane:
 
     def start(self) -> None:
         """Start the database and a Ray that answers; take over running jobs that no other control plane owns. Raises
-        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere.
-
-        Nothing waits for the nodes: each is checked separately from then on.
-        """
+        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere. Nothing waits for the nodes: each is
+        checked separately from then on."""
         # Where migrating shuts out the earlier release, agents are asked first: it continues if this release cannot.
         asks_first = self.store.shuts_out_release_before
         if not asks_first:

@@ -73,11 +73,9 @@ class ReportWriter:
         self._resume_step, self._stepped, self._settled = resume_step, False, False
 
     async def take(self, report: Report) -> None:
-        """Store one report. Repeated reports, and those of replaced generations, change nothing.
-
-        If the database does not answer this is repeated, and the report stays unacknowledged. A report that can never
-        be stored is recorded as such and skipped: no report ends a job.
-        """
+        """Store one report. Repeated reports, and those of replaced generations, change nothing. If the database does
+        not answer this is repeated, and the report stays unacknowledged. A report that can never be stored is recorded
+        as such and skipped: no report ends a job."""
         try:
             await self._store_report(report)
         except LeaseLost:

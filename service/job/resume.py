@@ -44,12 +44,10 @@ class StartingPoint:
 
 
 async def newest_state(job: JobContext, last_kind: str | None, last_step: int | None = None) -> StartingPoint:
-    """The newest state that all of the gang can reach; if it is on other nodes, it is copied to theirs.
-
-    `last_kind`: kind of the death that ended the last generation; `last_step`: the step computed at that time.
-    Departing agents are queried too: their nodes may hold state. Raises CheckpointsUnreadable if the newest state is a
-    checkpoint that cannot be read now, AgentError, and TimeoutError if the agents take too long.
-    """
+    """The newest state that all of the gang can reach; if it is on other nodes, it is copied to theirs. `last_kind`:
+    kind of the death that ended the last generation; `last_step`: the step computed at that time. Departing agents are
+    queried too: their nodes may hold state. Raises CheckpointsUnreadable if the newest state is a checkpoint that
+    cannot be read now, AgentError, and TimeoutError if the agents take too long."""
     gang, generation = job.gang, (await job.record.job()).generation
     async with asyncio.timeout(MEMORY_SECONDS):  # limits the agents only: the database may take any time
         brought, foreign = await _in_memory(job, generation)

@@ -291,9 +291,8 @@ class Supervisor:
 
     async def _recover(self, action: Recover) -> Action:
         """Start another generation, with other agents for ranks that lost theirs, or give up the job."""
-        await self._record.record_state(
-            JobState.RECOVERING
-        )  # again, since a last report may have been of the first step
+        # Again, since a last report may have been of the first step.
+        await self._record.record_state(JobState.RECOVERING)
         if action.agents_lost:  # it may be held back, or held, for long before the next launch records them again
             await self._record.record_end(action.agents_lost)
         job, lives = await self._record.job(), await self._record.generations()

@@ -240,11 +240,9 @@ def read_page(
     test: LineTest | None = None,
 ) -> LogPage:
     """At most `limit` lines, or lines that `test` wants, starting at `position`: of one rank, or of all merged by time.
-
     A last line that is still being written is left for the next page; a malformed line is skipped. If a rank has more
     output than was read, lines of others that are later than what was read of it wait for the next page. A job that has
-    printed nothing yet has an empty page. Raises LogsUnavailable.
-    """
+    printed nothing yet has an empty page. Raises LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
     chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
     chunks = [_read_chunk(source, number, position.get(number, 0), chunk_bytes, test) for number in ranks]
@@ -340,10 +338,8 @@ def _moment(value: Any) -> float:
 
 
 def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
-    """All lines by time, each with the time that it is sorted by.
-
-    Within a rank the order of the file is kept, even if its clock was set back, so the sort time never decreases.
-    """
+    """All lines by time, each with the time that it is sorted by. Within a rank the order of the file is kept, even if
+    its clock was set back, so the sort time never decreases."""
     keyed: list[tuple[LogLine, float]] = []
     for chunk in chunks:
         key = float("-inf")

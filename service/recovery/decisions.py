@@ -118,12 +118,10 @@ def decide(
     window_seconds: float,
     failed_launches: int = 0,
 ) -> Restart | GiveUp:
-    """Restart or give up after `culprit`'s death, which is `failure`, when the job has survived `history`.
-
-    An exception that is raised again at the same step is the user's error, not the machine's. `max_restarts` failures
-    are allowed within `window_seconds` (0: ever), and the same number of launches may fail in a row, however long ago
-    the first of them was; `failed_launches`: how many have, including this one. What is waited out does not count.
-    """
+    """Restart or give up after `culprit`'s death, which is `failure`, when the job has survived `history`. An exception
+    that is raised again at the same step is the user's error, not the machine's. `max_restarts` failures are allowed
+    within `window_seconds` (0: ever), and the same number of launches may fail in a row, however long ago the first of
+    them was; `failed_launches`: how many have, including this one. What is waited out does not count."""
     if failed_launches > max_restarts:
         message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
         return GiveUp("restarts_exhausted", message)
@@ -281,11 +279,9 @@ def past_failures(generations: Sequence[GenerationRow]) -> list[PastFailure]:
 
 
 def within(failures: Iterable[PastFailure], now: float, window_seconds: float) -> list[PastFailure]:
-    """Which of `failures` still count against the budget at `now`; a window of 0 never forgets.
-
-    Failures later than `now` do not count: the clock was set back since, and the window, which would reach back further
-    by the same amount, would count failures over more than its own length.
-    """
+    """Which of `failures` still count against the budget at `now`; a window of 0 never forgets. Failures later than
+    `now` do not count: the clock was set back since, and the window, which would reach back further by the same amount,
+    would count failures over more than its own length."""
     if window_seconds <= 0:
         return list(failures)
     return [failure for failure in failures if now - window_seconds < failure.at <= now + SKEW_SECONDS]
@@ -299,13 +295,10 @@ def count_by_kind(failures: Iterable[PastFailure]) -> str:
 
 
 def wait_seconds(history: Sequence[PastFailure], failure: PastFailure) -> float:
-    """How long to delay the next generation after `failure`.
-
-    Not at all if a step was committed since the previous failure, or if that was of another kind: the first repair is
-    immediate, and repairs that help never wait. Otherwise the delay doubles each time the same failure comes again
-    without progress, up to a minute. There is no jitter: one control plane owns the job, so there are no competitors to
-    avoid.
-    """
+    """How long to delay the next generation after `failure`. Not at all if a step was committed since the previous
+    failure, or if that was of another kind: the first repair is immediate, and repairs that help never wait. Otherwise
+    the delay doubles each time the same failure comes again without progress, up to a minute. There is no jitter: one
+    control plane owns the job, so there are no competitors to avoid."""
     repeats, later = 0, failure
     for earlier in reversed(history):
         if later.progressed or earlier.kind != failure.kind:

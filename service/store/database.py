@@ -99,18 +99,14 @@ class ConnectionPool:
 
 
 class Store:
-    """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time.
-
-    Rows that come out of it stay usable after their session is closed.
-    """
+    """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time. Rows
+    that come out of it stay usable after their session is closed."""
 
     def __init__(self, url: str, name: str = "manta"):
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
-        `name`: of the connections to a server, by which others identify them.
-
-        The folder of an SQLite file is created. Call `migrate` before anything else. Raises InvalidDatabaseUrl, and
-        StoreUnusable if the folder cannot be created.
-        """
+        `name`: of the connections to a server, by which others identify them. The folder of an SQLite file is created.
+        Call `migrate` before anything else. Raises InvalidDatabaseUrl, and StoreUnusable if the folder cannot be
+        created."""
         self.database = open_database(url, name)
         """Connections to the database."""
         self._read_session = sessionmaker(self.database.readers, expire_on_commit=False)
@@ -151,12 +147,10 @@ class Store:
         return {name: ConnectionPool(used[name], most[name]) for name in most}
 
     def migrate(self, revision: str = "head") -> None:
-        """Bring the schema up or down to `revision`: the newest by default, `base` for an empty database.
-
-        An SQLite file is copied before its schema is upgraded. A database with the schema of a newer release stays as
-        it is, if that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
-        StoreOfNewerRelease.
-        """
+        """Bring the schema up or down to `revision`: the newest by default, `base` for an empty database. An SQLite
+        file is copied before its schema is upgraded. A database with the schema of a newer release stays as it is, if
+        that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
+        StoreOfNewerRelease."""
         self.database.refuse_unsuitable()
         current = self.revision
         if revision == "head" and current is not None:
@@ -243,11 +237,9 @@ class Store:
             yield connection
 
     def write(self, operation: Callable[[Session], T]) -> T:
-        """Run `operation` in the writer thread, in one transaction, and return its result.
-
-        Commits when it returns, and rolls back and raises its exception if it raises. Raises RuntimeError if called
-        within an operation, which would wait for itself.
-        """
+        """Run `operation` in the writer thread, in one transaction, and return its result. Commits when it returns, and
+        rolls back and raises its exception if it raises. Raises RuntimeError if called within an operation, which would
+        wait for itself."""
         return self._submit(operation).result()
 
     async def write_async(self, operation: Callable[[Session], T]) -> T:

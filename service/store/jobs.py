@@ -66,11 +66,9 @@ def create(
     project: str = DEFAULT_PROJECT,
     owner: str | None = None,
 ) -> tuple[Job, bool]:
-    """Store a new QUEUED job of `project`, or find the one that the same request created before.
-
-    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who
-    submits it. Raises IdempotencyConflict if `idempotency_key` was used in the project with another digest.
-    """
+    """Store a new QUEUED job of `project`, or find the one that the same request created before. Returns the job and
+    whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who submits it. Raises
+    IdempotencyConflict if `idempotency_key` was used in the project with another digest."""
     events.in_order(session)  # before the lookup: no other transaction takes the key or the id until this one ends
     earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
@@ -245,10 +243,8 @@ def set_waiting(
     reason: str | None = None,
     message: str | None = None,
 ) -> Job:
-    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`.
-
-    A job that is no longer QUEUED is not changed. Raises JobNotFound.
-    """
+    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`. A job
+    that is no longer QUEUED is not changed. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     stored = (job.waiting_for, job.reason, job.message)
     if job.state == JobState.QUEUED and stored != (waiting_for, reason, message):
@@ -318,11 +314,8 @@ def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[st
 
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:
     """Whether a report is new: of the job's generation (fencing), and with a sequence number that was not stored
-    before.
-
-    Marks it as stored; the effects of the report belong into the same transaction, so that they happen exactly once.
-    Raises JobNotFound.
-    """
+    before. Marks it as stored; the effects of the report belong into the same transaction, so that they happen exactly
+    once. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     if generation < job.generation or sequence <= job.report_cursor.get(str(rank), 0):
         return False

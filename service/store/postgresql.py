@@ -267,11 +267,9 @@ def _driver(connection: Connection) -> _BoundedConnection:
 
 
 class _BoundedConnection(psycopg.Connection[Any]):
-    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone.
-
-    The server's own limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still
-    acknowledges everything.
-    """
+    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone. The server's own
+    limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still acknowledges
+    everything."""
 
     answer_seconds: float | None = None
     """None: no limit."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -20,7 +21,7 @@ from manta.service.job.launch import (
 )
 from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
-from manta.service.store import events, generations, ranks
+from manta.service.store import events, generations, jobs, ranks
 from manta.workers.protocol.messages import AgentDescription, Resume
 from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.control_planes import start_training
@@ -187,7 +188,7 @@ def test_thread_count_of_a_job_stays_after_relaunch_and_resize(with_cores, clust
     assert threads_launched(job) == [8]
     next_one = JobContext.of(job.record.store, job.cluster, asyncio.run(job.record.job()))
     assert next_one.gang.threads == 8
-    assert asyncio.run(next_one.record.decide_threads(2)) == 8
+    assert asyncio.run(next_one.record.write(partial(jobs.decide_threads, job_id=job.id, threads=2))) == 8
     larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
     at = job.gang.agents[0].description
     assert order_for(job, 0, at, CommonOrder(3, larger)).spec["resources"]["threads"] == 8
