@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from manta.api.security.access import JobProjects
     from manta.api.security.credentials import Identities
     from manta.api.security.rate_limits import CallerLimits
-    from manta.api.streams.changes import Changes, StateWaits
+    from manta.api.streams import Changes, StateWaits
     from manta.api.threads import ReadThreads
     from manta.service.control.control_plane import ControlPlane
     from manta.service.step_traces.reading import TraceReader

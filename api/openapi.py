@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
 from manta.api import requests, schemas
@@ -40,11 +39,6 @@ _SCHEMES = {
     },
 }
 _NEVER_ANSWERED = ("HTTPValidationError", "ValidationError")
-
-
-def operation_id(route: APIRoute) -> str:
-    """The name of an operation: that of its function."""
-    return route.name
 
 
 def describe(app: FastAPI) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from manta.api.app_state import state_of
 from manta.api.problems import MalformedJson
-from manta.api.streams.changes import MAX_WAIT_SECONDS
+from manta.api.streams import MAX_WAIT_SECONDS
 from manta.service.control.control_plane import ControlPlane
 from manta.service.store.errors import InvalidCursor
 
@@ -78,6 +78,11 @@ def digest_of(document: Any) -> str:
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def refused(parameter: str, rule: str) -> RequestValidationError:
+    """The error for a query parameter that breaks a rule."""
+    return RequestValidationError([{"loc": ("query", parameter), "msg": rule, "type": "value_error"}])
 
 
 def event_number(last_event_id: str) -> int:

@@ -1,8 +1,12 @@
-"""The service's own cluster, as the planner sees it."""
+"""What plans and jobs are checked with: the service's own cluster, as the planner sees it, and the shape of weights."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from manta.api import schemas
+from manta.api.threads import FileReads
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
 from manta.service.job.planning import JobMeasurements
@@ -14,6 +18,16 @@ from manta.service.planner.request import CurrentCluster, Machines, PlanRequest,
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.spec.problems import Problem, SpecError
+from manta.workers.spec.submitted import with_shape_of_weights
+
+
+async def with_shape(document: Any, control: ControlPlane, files: FileReads) -> Any:
+    """`document`, a JobSpec or the request for a plan, with the shape of the weights that its model begins with, if it
+    names any. Raises SpecError, FilesTimeout."""
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict) or "from" not in model:
+        return document
+    return await files.run(partial(with_shape_of_weights, document, control.data_roots))
 
 
 def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:

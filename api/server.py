@@ -1,5 +1,5 @@
-"""The service in one process: control plane, REST, dashboard. `python -m manta.api.server` is what `manta up`
-starts."""
+"""The service in one process: control plane, REST, dashboard. `manta serve` runs it, which `manta up` starts in the
+background."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PRIVATE = 0o077
 EVERY_ADDRESS = frozenset({"0.0.0.0", ""})
 """A service that listens there is announced by the loopback address: browsers and proxies open no such address."""
 ENDED_BY_RAY = 1
-"""Exit status of a service whose Ray is gone, for `api/cli/restarts.py`, which starts it again."""
+"""Exit status of a service whose Ray is gone, for `api/cli/service.py`, which starts it again."""
 
 
 class PortTaken(MantaError):

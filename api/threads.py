@@ -119,13 +119,8 @@ def read_threads_of(request: Request) -> ReadThreads:
     return state_of(request.app).read_threads
 
 
-def long_reads_of(request: Request) -> LongReads:
-    """The app's threads for events and logs."""
-    return read_threads_of(request).long
-
-
 async def _long_reads(request: Request) -> LongReads:
-    return long_reads_of(request)
+    return read_threads_of(request).long
 
 
 Threads = Annotated[LongReads, Depends(_long_reads)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from sqlalchemy import Row
@@ -15,13 +15,11 @@ from manta.api import schemas
 from manta.api.schemas import access as access_schemas
 from manta.service.cluster.sizes import layout_in_use
 from manta.service.identity import Identity
-from manta.service.ledger import Interval, Ledger
-from manta.service.logs.pages import LogLine
+from manta.service.ledger import Ledger
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
 from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
-from manta.service.removal import Deletion
 from manta.service.states import JobState
 from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
 from manta.service.store.plans import StoredPlan
@@ -30,6 +28,8 @@ from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.liveness.rank_samples import unpacked
 
+Shown = TypeVar("Shown", bound=schemas.Answer)
+_ABSENT = object()
 MAX_RANKS_LISTED = 4096
 LikeJob = tables.Job | Row[Any]
 """A job, or a row of `job_rows.understood`."""
@@ -41,9 +41,11 @@ def moment(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def moment_or_none(seconds: float | None) -> datetime | None:
-    """Unix seconds as a moment in UTC; None for None."""
-    return None if seconds is None else moment(seconds)
+def answer(kind: type[Shown], row: object, **other: Any) -> Shown:
+    """An answer with the values of `row` under the names of its fields, and with `other` in fields that `row` does not
+    have, or not in this form."""
+    same = {name: getattr(row, name, _ABSENT) for name in kind.model_fields if name not in other}
+    return kind(**{name: value for name, value in same.items() if value is not _ABSENT}, **other)
 
 
 def job_view(session: Session, job: tables.Job) -> schemas.Job:
@@ -65,31 +67,16 @@ def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
 def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
     eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
-    return schemas.Job(
-        id=job.id,
-        project=job.project,
+    return answer(
+        schemas.Job,
+        job,
         etag=f'"{jobs.version_of(job)}"',
-        name=job.name,
         labels=jobs.labels_of(job),
-        owner=job.owner,
-        state=job.state,
-        reason=job.reason,
-        message=job.message,
-        spec=job.spec,
-        step=job.step,
-        steps=job.steps,
         eta_seconds=eta,
         parallel=_layout_in_use(job),
-        generation=job.generation,
-        restarts=job.restarts,
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
         goodput=goodput,
         queue=schemas.Queue(position=place, waiting_for=job.waiting_for),
-        created_at=moment(job.created_at),
-        started_at=moment_or_none(job.started_at),
-        finished_at=moment_or_none(job.finished_at),
-        memory_kept_until=moment_or_none(job.memory_kept_until),
-        deletion_began_at=moment_or_none(job.deletion_began_at),
     )
 
 
@@ -138,8 +125,7 @@ def dry_run_view(
 
 
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
-    at = RankGrid(layout).coordinates(rank)
-    return schemas.RankPlace(rank=rank, tensor=at.tensor, pipeline=at.pipeline, data=at.data, context=at.context)
+    return answer(schemas.RankPlace, RankGrid(layout).coordinates(rank), rank=rank)
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
@@ -221,41 +207,20 @@ def _refinement(machine: Machine | None) -> dict[str, Any]:
     return {"refined": moved(machine), "refined_by_jobs": machine.refined.jobs}
 
 
-def deletion_view(job_id: str, deletion: Deletion) -> schemas.DeletedJob:
-    """What was deleted with a job."""
-    files = deletion.files
-    return schemas.DeletedJob(
-        id=job_id, rows=deletion.rows, checkpoints=files.checkpoints, logs=files.logs, bytes=files.bytes
-    )
-
-
 def event_view(event: tables.Event) -> schemas.Event:
     """An event."""
-    return schemas.Event(**_of_event(event))
+    return answer(schemas.Event, event, id=str(event.id))
 
 
 def job_event_view(event: tables.Event) -> schemas.JobEvent:
     """An event, and its job."""
-    return schemas.JobEvent(job=event.job_id, **_of_event(event))
-
-
-def _of_event(event: tables.Event) -> dict[str, Any]:
-    return {
-        "id": str(event.id),
-        "time": moment(event.time),
-        "type": event.type,
-        "generation": event.generation,
-        "rank": event.rank,
-        "step": event.step,
-        "message": event.message,
-        "data": event.data,
-    }
+    return answer(schemas.JobEvent, event, id=str(event.id), job=event.job_id)
 
 
 def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) -> list[schemas.Rank]:
     """Ranks, with the `numbers` of those of the same generation."""
     known = [] if numbers is None else _numbers_by_rank(numbers)
-    return [_rank_view(row, known[row.rank] if row.rank < len(known) else {}) for row in rows]
+    return [answer(schemas.Rank, row, **(known[row.rank] if row.rank < len(known) else {})) for row in rows]
 
 
 def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
@@ -273,60 +238,23 @@ def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:
     ]
 
 
-def _rank_view(row: tables.Rank, numbers: dict[str, Any]) -> schemas.Rank:
-    return schemas.Rank(
-        rank=row.rank,
-        tensor=row.tensor,
-        pipeline=row.pipeline,
-        data=row.data,
-        context=row.context,
-        node=row.node,
-        device=row.device,
-        pid=row.pid,
-        generation=row.generation,
-        state=row.state,
-        **numbers,
-    )
-
-
 def ledger_view(ledger: Ledger, with_intervals: bool = False) -> schemas.Ledger:
     """A ledger."""
-    line = [_interval(interval) for interval in ledger.intervals] if with_intervals else None
-    return schemas.Ledger(
-        seconds={str(name): spent for name, spent in ledger.seconds.items()},
-        wall_seconds=ledger.wall_seconds,
-        goodput=ledger.goodput,
-        closed=ledger.closed,
-        began_at=moment(ledger.began_at),
-        until=moment(ledger.until),
-        intervals=line,
-    )
+    shown = ledger.intervals if with_intervals else ()
+    line = [answer(schemas.LedgerInterval, each, seconds=_by_class(each.seconds)) for each in shown]
+    seconds = _by_class(ledger.seconds)
+    return answer(schemas.Ledger, ledger, seconds=seconds, intervals=line if with_intervals else None)
 
 
-def _interval(interval: Interval) -> schemas.LedgerInterval:
-    seconds = {str(name): spent for name, spent in interval.seconds.items()}
-    return schemas.LedgerInterval(begin=moment(interval.begin), end=moment(interval.end), seconds=seconds)
+def _by_class(seconds: Mapping[Any, float]) -> dict[str, float]:
+    return {str(name): spent for name, spent in seconds.items()}
 
 
 def recovery_view(row: tables.Recovery) -> schemas.Recovery:
     """A recovery."""
     timeline = recoveries.timeline(row)
-    return schemas.Recovery(
-        generation=row.generation,
-        time=moment(timeline.began_at),
-        kind=row.kind,
-        rank=row.rank,
-        node=row.node,
-        cause=row.cause,
-        forked=row.forked,
-        kept=row.kept,
-        source=row.source,
-        resume_step=row.resume_step,
-        steps_redone=row.steps_redone,
-        wait_seconds=row.wait_seconds,
-        seconds=timeline.phases(),
-        total_seconds=timeline.total_seconds,
-    )
+    about = {"time": timeline.began_at, "seconds": timeline.phases(), "total_seconds": timeline.total_seconds}
+    return answer(schemas.Recovery, row, **about)
 
 
 def checkpoint_view(
@@ -334,14 +262,9 @@ def checkpoint_view(
 ) -> schemas.Checkpoint:
     """A checkpoint at Unix time `now`; `kept_because`: the reason, by id."""
     completed_at = row.completed_at if row.state == checkpoints.COMPLETE else None
-    return schemas.Checkpoint(
-        id=row.id,
-        step=row.step,
-        state=row.state,
-        path=row.path,
-        bytes=row.bytes,
-        created_at=moment(row.created_at),
-        generation=row.generation,
+    return answer(
+        schemas.Checkpoint,
+        row,
         exists=None if row.state == checkpoints.SAVING else row.state == checkpoints.COMPLETE,
         age_seconds=None if completed_at is None else max(0.0, now - completed_at),
         kept_because=(kept_because or {}).get(row.id),
@@ -352,80 +275,16 @@ def export_view(row: tables.Export, now: float) -> schemas.Export:
     """An export at `now`, by the database's clock."""
     lost = row.state == exports.RUNNING and not exports.is_running(row, now)
     said = f"the service that wrote it has ended; check whether {row.path} exists" if lost else row.message
-    return schemas.Export(
-        id=row.id,
-        job=row.job_id,
-        checkpoint=row.checkpoint_id,
-        to=row.path,
-        format=row.format,
-        dtype=row.dtype,
-        state="failed" if lost else row.state,
-        message=said,
-        done_bytes=row.done_bytes,
-        total_bytes=row.total_bytes,
-        created_at=moment(row.created_at),
-    )
-
-
-def log_view(line: LogLine) -> schemas.LogLine:
-    """A log line."""
-    return schemas.LogLine(
-        time=moment(line.time),
-        rank=line.rank,
-        generation=line.generation,
-        stream=line.stream,
-        level=line.level,
-        text=line.text,
-    )
-
-
-def project_view(project: installation_tables.Project) -> access_schemas.Project:
-    """A project."""
-    return access_schemas.Project(name=project.name, created_at=moment(project.created_at))
-
-
-def key_view(key: installation_tables.ApiKey) -> access_schemas.ApiKey:
-    """What is known of an API key."""
-    return access_schemas.ApiKey(
-        id=key.id,
-        name=key.name,
-        user=key.user,
-        project=key.project,
-        scope=key.scope,
-        installation=key.installation,
-        created_at=moment(key.created_at),
-        expires_at=moment_or_none(key.expires_at),
-        revoked_at=moment_or_none(key.revoked_at),
-        highest_priority=key.highest_priority,
-    )
+    state = "failed" if lost else row.state
+    about = {"job": row.job_id, "checkpoint": row.checkpoint_id, "to": row.path, "state": state, "message": said}
+    return answer(schemas.Export, row, **about)
 
 
 def me_view(identity: Identity, browser: bool) -> access_schemas.Me:
     """The caller. `browser`: identified by a browser session."""
-    return access_schemas.Me(
-        key=identity.key_id,
-        key_name=identity.key_name,
-        user=identity.user,
-        project=identity.project,
-        scope=identity.scope,
-        installation=identity.installation,
-        browser=browser,
-        highest_priority=identity.highest_priority,
-    )
+    return answer(access_schemas.Me, identity, key=identity.key_id, browser=browser)
 
 
 def audit_view(entry: installation_tables.AuditEntry) -> access_schemas.AuditEntry:
     """An entry of the audit."""
-    return access_schemas.AuditEntry(
-        id=str(entry.id),
-        time=moment(entry.time),
-        project=entry.project,
-        key=entry.key_id,
-        key_name=entry.key_name,
-        user=entry.user,
-        operation=entry.operation,
-        target=entry.target,
-        address=entry.address,
-        status=entry.status,
-        code=entry.code,
-    )
+    return answer(access_schemas.AuditEntry, entry, id=str(entry.id), key=entry.key_id)

@@ -23,7 +23,7 @@ SAFE = {
     "a file that Manta itself writes, in its home, its cache, its temporary folder or shared memory": """
         api/cli/service.py:_private
         api/cli/service.py:_last_error_of
-        api/demo/failure.py:_train
+        api/demo/__main__.py:_train
         service/store/backup_file.py:_into_file
         service/store/backup_file.py:_leave_log
         service/store/sqlite.py:preserve_log
@@ -57,7 +57,7 @@ SAFE = {
         service/cluster/ray_head.py:_wait_for_address
     """,
     "a file of the kernel, of the container or of the installation": """
-        api/ui/mounting.py:_read
+        api/ui/__init__.py:_read
         service/cluster/processes.py:start_of
         service/doctor.py:driver_version
         workers/checkpoint/upload_process.py:_leave
@@ -83,7 +83,7 @@ SAFE = {
         workers/weights/reading.py:_read
     """,
     "is_file or is_dir was asked just before, and only the command of whoever names it could wait": """
-        api/demo/failure.py:replay
+        api/demo/__main__.py:replay
         service/store/sqlite.py:copy_to
     """,
 }

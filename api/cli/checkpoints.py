@@ -7,9 +7,10 @@ are read by this process, with the caller's credentials.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -274,13 +275,8 @@ def _named_in(folder: str, source: Location) -> Location:
 
 
 def _copy(source: Location, target: Location, as_json: bool) -> None:
-    with Progress(transient=True, disable=as_json or not Console().is_terminal) as bar:
-        task = bar.add_task("copying", total=None)
-        tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
-        try:
-            manifest = copy(source, target, tell)
-        except OSError as error:
-            raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
+    with _writing(target, "copying", as_json) as tell:
+        manifest = copy(source, target, tell)
     _print(target, manifest, as_json, f"is a copy of {source}")
 
 
@@ -314,17 +310,19 @@ def _export(
     """Shows the progress meanwhile."""
     from manta.workers.weights.export import export  # other commands need no arrays
 
-    bars = Progress(transient=True, disable=quiet or not Console().is_terminal)
-    with cleaning_up_when_terminated(), bars as bar:
-        task = bar.add_task("writing", total=None)
-        tell: Callable[[int, int], None] = lambda done, of: bar.update(task, completed=done, total=of)  # noqa: E731
+    kind: Any = dtype and dtype.value
+    with cleaning_up_when_terminated(), _writing(target, "writing", quiet) as tell:
+        return export(checkpoint, target, "hf" if to_format is Format.hf else "safetensors", kind, shard_bytes, tell)
+
+
+@contextlib.contextmanager
+def _writing(target: Location, what: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """During the block, which writes `target`, shows as its progress the (done, total) bytes that it is called with.
+    Ends the command if `target` cannot be written."""
+    with Progress(transient=True, disable=quiet or not Console().is_terminal) as bar:
+        task = bar.add_task(what, total=None)
         try:
-            kind: Any = dtype and dtype.value
-            return export(
-                checkpoint, target, "hf" if to_format is Format.hf else "safetensors", kind, shard_bytes, tell
-            )
-        except MantaError as error:
-            raise fail(str(error), EXIT_BAD_INPUT) from error
+            yield lambda done, of: bar.update(task, completed=done, total=of)
         except OSError as error:
             raise fail(f"{target} cannot be written: {error.strerror or error}", EXIT_BAD_INPUT) from error
 

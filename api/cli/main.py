@@ -41,7 +41,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "logs": "lines",
         "events": "lines",
         "metrics": "main",
-        "compare": "compare",
+        "compare": "jobs",
         "pause": "main",
         "resume": "main",
         "resize": "main",
@@ -70,7 +70,7 @@ COMMANDS: dict[str, dict[str, str]] = {
     "Before a job, or without a service": {
         "plan": "plan",
         "calibrate": "calibrate",
-        "tokenize": "tokenize",
+        "tokenize": "engine",
         "doctor": "doctor",
         "run": "engine",
     },

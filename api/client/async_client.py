@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from manta.api.client import job_names
+from manta.api.client import calls
 from manta.api.client.rest_call import (
     STREAM_TIMEOUT,
     ApiError,
@@ -57,10 +57,10 @@ class AsyncClient:
 
     async def id_of(self, job: str) -> str:
         """The id of a job, given by its id or by a name that no other job has. Raises ApiError, ServiceUnreachable."""
-        return job if is_job_id(job) else job_names.only_one(job, await self.send(job_names.lookup(job)))
+        return job if is_job_id(job) else calls.only_one(job, await self.send(calls.lookup(job)))
 
     async def _by_id(self, call: Call[T]) -> Call[T]:
-        name = job_names.name_in(call)
+        name = calls.name_in(call)
         return call if name is None else call.about(await self.id_of(name))
 
     async def send(self, call: Call[T]) -> T:

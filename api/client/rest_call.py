@@ -53,7 +53,7 @@ class JobPath:
     """Path of a resource of a job."""
 
     job: str
-    """The job's id, or its name, which the client looks up before it sends anything (`api/client/job_names.py`)."""
+    """The job's id, or its name, which the client looks up before it sends anything (`api/client/calls.py`)."""
     resource: str = ""
     """The rest of the path."""
 

@@ -1,22 +1,26 @@
-"""Numbers of this control plane itself, of the nodes as it sees them, and of their GPUs, where they have any and
-NVML."""
+"""Numbers of this control plane itself and of the requests that it answers; of the nodes as it sees them, and of their
+GPUs, where they have any and NVML."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from manta.api.metrics.families import Family, Samples, counter, gauge
+from manta.api.metrics import Family, Samples, counter, gauge, if_known
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.control.control_plane import ControlPlane
 from manta.service.store import Store
 from manta.workers.protocol.messages import PROTOCOL, GpuReading
 
+REQUEST_SECONDS = "manta_http_request_duration_seconds"
 _BUILD = gauge("manta_build_info", "1, with the release that runs", "version", "protocol", "python")
 _ANSWERS = gauge("manta_control_thread_up", "1 where the control plane's own thread answers, else 0")
 _DELAY = gauge("manta_control_thread_delay_seconds", "How long the control plane's thread took to turn to this scrape")
@@ -93,14 +97,6 @@ def _of_nodes(measurements: Measurements) -> Sequence[Metric]:
     ]
 
 
-def _if_known(value: Callable[[GpuReading], float | None]) -> Read:
-    def samples(gpu: GpuReading) -> Samples:
-        known = value(gpu)
-        return [] if known is None else [((), known)]
-
-    return samples
-
-
 def _memory_errors(gpu: GpuReading) -> Samples:
     errors = {"corrected": gpu.ecc_corrected, "uncorrected": gpu.ecc_uncorrected}
     return [((kind,), count) for kind, count in errors.items() if count is not None]
@@ -110,15 +106,15 @@ _OF_GPU: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_gpu_up", "1 where the driver reaches the GPU, else 0", *_GPU), lambda gpu: [((), gpu.answers)]),
     (
         gauge("manta_gpu_utilization_ratio", "Part of the time in which a kernel ran, 0 to 1", *_GPU),
-        _if_known(lambda gpu: gpu.busy_ratio),
+        if_known(lambda gpu: gpu.busy_ratio),
     ),
-    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), _if_known(lambda gpu: gpu.memory_used_bytes)),
-    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), _if_known(lambda gpu: gpu.memory_total_bytes)),
+    (gauge("manta_gpu_memory_used_bytes", "Memory in use", *_GPU), if_known(lambda gpu: gpu.memory_used_bytes)),
+    (gauge("manta_gpu_memory_bytes", "Memory of the GPU", *_GPU), if_known(lambda gpu: gpu.memory_total_bytes)),
     (
         gauge("manta_gpu_temperature_celsius", "Temperature of the GPU", *_GPU),
-        _if_known(lambda gpu: gpu.temperature_celsius),
+        if_known(lambda gpu: gpu.temperature_celsius),
     ),
-    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), _if_known(lambda gpu: gpu.power_watts)),
+    (gauge("manta_gpu_power_watts", "Power that the GPU draws", *_GPU), if_known(lambda gpu: gpu.power_watts)),
     (
         counter("manta_gpu_ecc_errors_total", "Memory errors since the driver was loaded", *_GPU, "kind"),
         _memory_errors,
@@ -145,3 +141,45 @@ def _by_gpu(nodes: Sequence[NodeMeasurements], read: Read) -> Iterator[tuple[Seq
         for gpu in node.gpus:
             for labels, value in read(gpu):
                 yield (node.id, node.host, str(gpu.index), *labels), value
+
+
+class RequestTimer:
+    """ASGI middleware that measures how long requests take, by method, route and status."""
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry):
+        """Wraps `app` and registers its histogram at `registry`."""
+        self._app = app
+        self._histogram = Histogram(
+            REQUEST_SECONDS,
+            "Time to answer a request",
+            ("method", "route", "status"),
+            registry=registry,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection; only HTTP is measured."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), "500"
+
+        async def noting_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = str(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noting_send)
+        finally:
+            labels = (_bounded_method(scope["method"]), _route_of(scope), status)
+            self._histogram.labels(*labels).observe(time.perf_counter() - started)
+
+
+def _route_of(scope: Scope) -> str:
+    """The route's template, never the path itself: labels stay bounded."""
+    return getattr(scope.get("route"), "path", "unmatched")
+
+
+def _bounded_method(method: str) -> str:
+    return method if method in ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS") else "other"

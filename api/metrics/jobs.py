@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from manta.api.metrics.families import Family, Samples, counter, gauge
+from manta.api.metrics import Family, Samples, counter, gauge, if_known
 from manta.service.states import FINAL, SUPERVISED
 from manta.service.store import Store, job_numbers
 from manta.service.store.job_numbers import RECENT_TYPES, FleetNumbers, JobNumbers
@@ -23,17 +23,9 @@ def _always(value: Callable[[JobNumbers], float]) -> Read:
     return lambda job, now: [((), value(job))]
 
 
-def _if_known(value: Callable[[JobNumbers, float], float | None]) -> Read:
-    def samples(job: JobNumbers, now: float) -> Samples:
-        known = value(job, now)
-        return [] if known is None else [((), known)]
-
-    return samples
-
-
 def _latest(key: str) -> Read:
     """The latest value of a metric of the steps."""
-    return _if_known(lambda job, now: job.row.metrics.get(key))
+    return if_known(lambda job, now: job.row.metrics.get(key))
 
 
 def _not_finite(job: JobNumbers, now: float) -> float | None:
@@ -80,7 +72,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_job_steps", "Steps of the whole job", "job"), _always(lambda job: job.row.steps)),
     (
         gauge("manta_job_last_step_timestamp_seconds", "When the last step was committed, Unix seconds", "job"),
-        _if_known(lambda job, now: job.last_step_at),
+        if_known(lambda job, now: job.last_step_at),
     ),
     (gauge("manta_job_step_seconds", "Duration of the last committed step", "job"), _latest("step_seconds")),
     (
@@ -106,7 +98,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
         gauge(
             "manta_job_loss_not_finite", "1 where the loss of the last committed step is NaN or infinite, else 0", "job"
         ),
-        _if_known(_not_finite),
+        if_known(_not_finite),
     ),
     (
         gauge("manta_job_grad_norm", "Norm of the last committed step's gradient before clipping", "job"),
@@ -115,7 +107,7 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
     (gauge("manta_job_memory_bytes", "Highest memory use of a rank", "job"), _latest("memory_bytes")),
     (
         gauge("manta_job_goodput_ratio", "Compute / (wall - queue - pause), 0 to 1", "job"),
-        _if_known(lambda job, now: job.ledger.goodput),
+        if_known(lambda job, now: job.ledger.goodput),
     ),
     (
         # A gauge: what a step was is only known once it is committed, so time may still move to another class.
@@ -151,11 +143,11 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
             "Since the newest complete checkpoint began or, where that is later, since the job last left the queue",
             "job",
         ),
-        _if_known(_checkpoint_age),
+        if_known(_checkpoint_age),
     ),
     (
         gauge("manta_job_checkpoint_duration_seconds", "How long saving the newest complete checkpoint took", "job"),
-        _if_known(_checkpoint_seconds),
+        if_known(_checkpoint_seconds),
     ),
     (
         gauge("manta_job_recent_events", "Events of the last hour that tell of trouble, by type", "job", "type"),

@@ -1,1 +1,1 @@
-"""One module per resource; each only translates between HTTP and the store."""
+"""One module per subject; each only translates between HTTP and the store."""

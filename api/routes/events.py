@@ -1,28 +1,31 @@
-"""A job's events, as a page or a stream."""
+"""Events of a job, or of all jobs, as a page or a stream."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated, TypeVar, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
 from manta.api.parameters import Control, Cursor, Follow, LastEventId, Limit, RankNumber, event_number
-from manta.api.problems import OF_A_JOB, reads
-from manta.api.security.access import JobId
-from manta.api.streams.changes import Watched
-from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
+from manta.api.problems import DATABASE_UNAVAILABLE, OF_A_JOB, reads
+from manta.api.security.access import Caller, JobId
+from manta.api.streams import Batch, Entry, Watched, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
 from manta.service.errors import InvalidParameter
+from manta.service.ids import JOB_ID_PATTERN
 from manta.service.states import is_final
-from manta.service.store import Store, events, jobs
+from manta.service.store import Event, Store, events, jobs
 from manta.service.store.events import EventFilter
+from manta.service.store.paging import Cursors, Page
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/events", tags=["events"])
+router = APIRouter(prefix="/v1", tags=["events"])
 
+Shown = TypeVar("Shown", bound=schemas.Event)
 _STREAM_PAGE = 200
 
 
@@ -40,7 +43,7 @@ Wanted = Annotated[EventFilter, Depends(_wanted_events)]
 
 
 @router.get(
-    "",
+    "/jobs/{job_id}/events",
     response_model=schemas.Stream[schemas.Event],
     responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, InvalidParameter, RankNotFound)},
 )
@@ -69,7 +72,39 @@ async def list_job_events(
     if not streaming:
         return await threads.run(partial(_page, store, job_id, after, limit, wanted))
     start = after if last_event_id is None else event_number(last_event_id)
-    return stream(request, lambda position: _poll(store, job_id, cast(int, position), wanted), start, Watched(job_id))
+    return stream(request, lambda position: _poll(store, job_id, wanted, cast(int, position)), start, Watched(job_id))
+
+
+@router.get(
+    "/events",
+    response_model=schemas.Stream[schemas.JobEvent],
+    responses={
+        **event_stream(schemas.JobEvent, ends=False),
+        **reads(InvalidParameter, DATABASE_UNAVAILABLE),
+    },
+)
+async def list_events(
+    request: Request,
+    control: Control,
+    threads: Threads,
+    caller: Caller,
+    job: Annotated[str | None, Query(pattern=f"^{JOB_ID_PATTERN}$", description="Only events of this job")] = None,
+    type: Annotated[str | None, Query(min_length=1, max_length=64, description="Only events of this type")] = None,
+    limit: Limit = 100,
+    cursor: Cursor = None,
+    follow: Annotated[bool, Query(description="Stream as text/event-stream until the client disconnects")] = False,
+    last_event_id: LastEventId = None,
+) -> schemas.Stream[schemas.JobEvent] | Response:
+    """Events of all of the caller's jobs, oldest first; as a stream if requested by `Accept` or `follow`. Events of
+    deleted jobs are not included."""
+    cursors = events.cursors_of_all(job, type)
+    after = 0 if cursor is None else cursors.decode_number(cursor)
+    if wants_stream(request, follow):
+        tail = partial(_poll_all, control.store, job, type, caller.bound)
+        start = after if last_event_id is None else event_number(last_event_id)
+        return stream(request, lambda position: tail(cast(int, position)), start, Watched(job))
+    page = await threads.run(lambda: control.store.query(events.page_of_all, job, type, after, limit, caller.bound))
+    return _answer(page, views.job_event_view, cursors, page.items[-1].id if page.items else after)
 
 
 def _refuse_unknown(store: Store, job_id: str, rank: int | None) -> None:
@@ -87,12 +122,8 @@ def _page(store: Store, job_id: str, after: int, limit: int, wanted: EventFilter
     with store.read() as session:
         jobs.get(session, job_id)
         page = events.page(session, job_id, after, limit, wanted)
-    last = page.items[-1].id if page.items else after
-    return schemas.Stream(
-        items=[views.event_view(event) for event in page.items],
-        next_cursor=page.next_cursor,
-        resume_cursor=events.cursors(job_id, wanted).encode(str(last)),
-    )
+    end = page.items[-1].id if page.items else after
+    return _answer(page, views.event_view, events.cursors(job_id, wanted), end)
 
 
 def _page_back(
@@ -103,17 +134,32 @@ def _page_back(
         jobs.get(session, job_id)
         newest = events.newest(session)
         page = events.page_back(session, job_id, before, limit, wanted)
-    return schemas.Stream(
-        items=[views.event_view(event) for event in page.items],
-        next_cursor=page.next_cursor,
-        resume_cursor=events.cursors(job_id, wanted).encode(str(newest)),
-    )
+    return _answer(page, views.event_view, events.cursors(job_id, wanted), newest)
 
 
-def _poll(store: Store, job_id: str, after: int, wanted: EventFilter) -> Batch:
+def _answer(page: Page[Event], view: Callable[[Event], Shown], cursors: Cursors, end: int) -> schemas.Stream[Shown]:
+    """The page as an answer, whose `resume_cursor` leads to events after the one with id `end`."""
+    items = [view(event) for event in page.items]
+    return schemas.Stream(items=items, next_cursor=page.next_cursor, resume_cursor=cursors.encode(str(end)))
+
+
+def _poll(store: Store, job_id: str, wanted: EventFilter, after: int) -> Batch:
     with store.read() as session:  # one state of the database, so that no event between page and job is missed
         job = jobs.get(session, job_id)
         page = events.page(session, job_id, after, _STREAM_PAGE, wanted)
-    entries = [Entry(str(event.id), views.event_view(event).model_dump_json()) for event in page.items]
     position = page.items[-1].id if page.items else after
-    return Batch(entries, position, page.next_cursor is not None, is_final(job.state), job.state)
+    return Batch(
+        _entries(page, views.event_view), position, page.next_cursor is not None, is_final(job.state), job.state
+    )
+
+
+def _poll_all(store: Store, job: str | None, type: str | None, bound: str | None, after: int) -> Batch:
+    with store.read() as session:
+        page = events.page_of_all(session, job, type, after, _STREAM_PAGE, bound)
+        newest = events.newest(session)  # do not read events again that were filtered out
+    position = max(after, newest) if page.next_cursor is None else page.items[-1].id
+    return Batch(_entries(page, views.job_event_view), position, page.next_cursor is not None, final=False, state="")
+
+
+def _entries(page: Page[Event], view: Callable[[Event], schemas.Event]) -> list[Entry]:
+    return [Entry(str(event.id), view(event).model_dump_json()) for event in page.items]

@@ -1,4 +1,4 @@
-"""Jobs: submit, read, change, delete, resize, pause, resume, cancel, retry."""
+"""Jobs: list, count, submit, read, change, delete, resize, pause, resume, cancel, retry."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from pydantic import BaseModel
 
 from manta.api import requests, schemas, views
 from manta.api.app_state import state_of
+from manta.api.caches import MAX_JOBS
 from manta.api.openapi import json_request
 from manta.api.parameters import (
     Body,
     Control,
+    Cursor,
     IdempotencyKey,
     IfMatch,
+    Limit,
     WaitSeconds,
     body_as,
     digest_of,
+    refused,
     versions_in,
 )
-from manta.api.planning import current_cluster, plan_of_layout
+from manta.api.planning import current_cluster, plan_of_layout, with_shape
 from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, OF_A_JOB, UNSUPPORTED, MalformedJson, changes, reads
 from manta.api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from manta.api.security.auditing import append_with_change
@@ -32,11 +36,12 @@ from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.control_plane import ControlPlane
 from manta.service.errors import InvalidParameter
+from manta.service.ids import is_job_id
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
 from manta.service.removal import NotRemoved
 from manta.service.states import STATE_NAMES
-from manta.service.store import jobs, pauses_and_retries
+from manta.service.store import job_rows, jobs, pauses_and_retries
 from manta.service.store.errors import (
     IdempotencyConflict,
     IllegalTransition,
@@ -45,22 +50,97 @@ from manta.service.store.errors import (
     JobChanged,
     JobNotFinal,
 )
+from manta.service.store.job_rows import JobFilter, JobOrder
 from manta.service.store.tables import Job
 from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import named_paths
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
+from manta.workers.spec.submitted import with_vocabulary
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+_MAX_LABELS = 16
+_STATES = Query(
+    description=f"Only jobs in one of these states; may be repeated or separated by commas: {', '.join(STATE_NAMES)}"
+)
+_LABELS = Query(description="Only jobs with this label, key=value, or key for any value; repeated: with all labels")
 _LOCATION = {"Location": {"description": "Path of the job", "schema": {"type": "string"}}}
 _ETAG = {"ETag": {"description": "`etag` of the job, for If-Match", "schema": {"type": "string"}}}
 _ACTION = changes(*OF_A_JOB, IllegalTransition)
 _STATE = f"^({'|'.join(STATE_NAMES)})$"
 
 KnownState = Annotated[str | None, Query(pattern=_STATE, description="With `wait`: the state known to the client")]
+
+
+def _wanted_jobs(
+    caller: Caller,
+    state: Annotated[list[str] | None, _STATES] = None,
+    name: Annotated[str | None, Query(max_length=100, description="Only jobs with exactly this name")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=100, description="Only jobs whose name or id contains this")
+    ] = None,
+    label: Annotated[list[str] | None, _LABELS] = None,
+    owner: Annotated[
+        str | None, Query(max_length=100, description="Only jobs of this user, or submitted with the key of this name")
+    ] = None,
+) -> JobFilter:
+    return JobFilter(_states(state or []), name, search, _labels(label or []), owner, caller.bound)
+
+
+Wanted = Annotated[JobFilter, Depends(_wanted_jobs)]
+
+
+@router.get("", response_model=schemas.Items[schemas.Job], responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
+async def list_jobs(
+    request: Request,
+    control: Control,
+    wanted: Wanted,
+    sort: Annotated[schemas.JobSort, Query(description="Sort key")] = "created",
+    order: Annotated[
+        schemas.Direction, Query(description="Jobs without a value come last in both directions")
+    ] = "desc",
+    limit: Limit = 50,
+    cursor: Cursor = None,
+    spec: Annotated[bool, Query(description="Whether to include each job's spec; false makes the page smaller")] = True,
+) -> Response:
+    """Jobs; by default the newest first."""
+    rendered, asked = state_of(request.app).rendered_pages, (wanted, JobOrder(sort, order == "desc"), limit, cursor)
+    threads = read_threads_of(request).lists
+    body = await threads.run(control.store, lambda: rendered.page(control.store, *asked, with_spec=spec))
+    return Response(body, media_type="application/json")
+
+
+@router.get("/counts", responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
+def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
+    """Number of jobs in each state, with the same filters as the list."""
+    with control.store.read_once() as connection:
+        counted = job_rows.counts(connection, wanted)
+    return schemas.JobCounts(
+        total=sum(counted.values()), by_state={state: counted.get(state, 0) for state in STATE_NAMES}
+    )
+
+
+@router.get(
+    "/sparklines",
+    response_model=schemas.Items[schemas.Sparkline],
+    responses=reads(InvalidParameter, DATABASE_UNAVAILABLE),
+)
+async def list_sparklines(
+    request: Request,
+    control: Control,
+    caller: Caller,
+    jobs: Annotated[str, Query(max_length=20 * MAX_JOBS, description=f"At most {MAX_JOBS} ids, separated by commas")],
+) -> Response:
+    """Losses of several jobs, downsampled for a sparkline in a table. Jobs that the caller cannot access are
+    omitted."""
+    job_ids = tuple(dict.fromkeys(jobs.split(",")))
+    if len(job_ids) > MAX_JOBS or not all(map(is_job_id, job_ids)):
+        raise refused("jobs", f"must be at most {MAX_JOBS} ids of jobs, separated by commas")
+    rendered, threads = state_of(request.app).rendered_sparklines, read_threads_of(request).series
+    body = await threads.run(control.store, lambda: rendered.some(control.store, job_ids, caller.bound))
+    return Response(body, media_type="application/json")
 
 
 @router.post(
@@ -179,7 +259,7 @@ async def delete_job(request: Request, control: Control, job_id: JobId) -> schem
     """Delete a finished job permanently, with its database rows, checkpoints, logs and snapshots in memory. If
     something cannot be removed, the job remains and can be deleted again."""
     deletion = await read_threads_of(request).deletions.run(lambda: control.delete(job_id))
-    return views.deletion_view(job_id, deletion)
+    return views.answer(schemas.DeletedJob, deletion.files, id=job_id, rows=deletion.rows)
 
 
 @router.post("/{job_id}/cancel", status_code=202, responses=_ACTION)
@@ -260,8 +340,7 @@ async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: R
 
 async def _checked(document: Any, control: ControlPlane, files: FileReads) -> JobSpec:
     """The JobSpec in `document`. Raises SpecError."""
-    if _begins_with_weights(document):
-        document = await files.run(partial(with_shape_of_weights, document, control.data_roots))
+    document = await with_shape(document, control, files)
     spec = await run_in_threadpool(parse_job_spec, document)  # a document of a megabyte takes a while
     if foreign := control.model_packages.problems(spec):
         raise SpecError(foreign)
@@ -280,6 +359,19 @@ async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadTh
         return None
 
 
-def _begins_with_weights(document: Any) -> bool:
-    model = document.get("model") if isinstance(document, dict) else None
-    return isinstance(model, dict) and "from" in model
+def _states(given: list[str]) -> tuple[str, ...]:
+    """The distinct states in a parameter that may be repeated. Raises RequestValidationError."""
+    states = {state for text in given for state in text.split(",")}
+    if unknown := sorted(states - set(STATE_NAMES)):
+        raise refused("state", f"{unknown[0][:100]!r} is not a state; states are {', '.join(STATE_NAMES)}")
+    return tuple(sorted(states))
+
+
+def _labels(given: list[str]) -> tuple[tuple[str, str | None], ...]:
+    """The labels in a parameter that may be repeated. Raises RequestValidationError."""
+    if len(given) > _MAX_LABELS:
+        raise refused("label", f"at most {_MAX_LABELS} labels per request")
+    parts = [text.partition("=") for text in dict.fromkeys(given)]
+    if not all(key for key, _, _ in parts):
+        raise refused("label", "must be key=value, or a key alone")
+    return tuple((key, value if equals else None) for key, equals, value in parts)

@@ -9,15 +9,13 @@ from functools import partial
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 
 from manta.api import schemas, views
 from manta.api.openapi import event_stream
-from manta.api.parameters import MAX_CURSOR_CHARACTERS, Control, Cursor, Follow, LastEventId, Limit, RankNumber
+from manta.api.parameters import MAX_CURSOR_CHARACTERS, Control, Cursor, Follow, LastEventId, Limit, RankNumber, refused
 from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
-from manta.api.streams.changes import Watched
-from manta.api.streams.sse_server import Batch, Entry, stream, wants_stream
+from manta.api.streams import Batch, Entry, Watched, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
 from manta.service.errors import InvalidParameter
@@ -109,7 +107,7 @@ async def list_logs(
     await threads.run(partial(_refuse_unknown, control.store, control.logs, job_id, rank))
     begins_at_end = tail if start is None else None
     if before is not None and (begins_at_end is None or streaming):
-        raise _refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
+        raise refused("before", "requires tail, and neither a stream nor a cursor: it returns earlier lines")
     if streaming:
         live = _Live(control.store, control.logs, job_id, rank, cursors, test, begins_at_end)
         return stream(request, lambda place: live.poll(cast(Position, place)), position, Watched(job_id, logs=True))
@@ -120,7 +118,7 @@ async def list_logs(
     page = await threads.run(lambda: _page(control.logs.source(job_id), position, rank, limit, test))
     after = cursors.encode(page.position)
     return schemas.LogLines(
-        items=[views.log_view(line) for line in page.lines],
+        items=[views.answer(schemas.LogLine, line) for line in page.lines],
         next_cursor=after if page.more else None,
         resume_cursor=after,
     )
@@ -131,15 +129,11 @@ def _test_of(wanted: LogFilter) -> LineTest | None:
     try:
         return wanted.test()
     except InvalidPattern as error:
-        raise _refused("regex", str(error)) from error
-
-
-def _refused(parameter: str, rule: str) -> RequestValidationError:
-    return RequestValidationError([{"loc": ("query", parameter), "msg": rule, "type": "value_error"}])
+        raise refused("regex", str(error)) from error
 
 
 def _tail_view(last_lines: LogTail, cursors: LogCursors) -> schemas.LogLines:
-    items = [views.log_view(line) for line in last_lines.lines]
+    items = [views.answer(schemas.LogLine, line) for line in last_lines.lines]
     earlier = cursors.encode(last_lines.earlier) if last_lines.more else None
     return schemas.LogLines(
         items=items, resume_cursor=cursors.encode(last_lines.end), earlier=last_lines.more, earlier_cursor=earlier
@@ -210,5 +204,5 @@ class _Live:
         place, entries = dict(position), []
         for line in lines:
             place[line.rank] = line.end
-            entries.append(Entry(self.cursors.encode(place), views.log_view(line).model_dump_json()))
+            entries.append(Entry(self.cursors.encode(place), views.answer(schemas.LogLine, line).model_dump_json()))
         return entries

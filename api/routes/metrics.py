@@ -8,13 +8,12 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, BackgroundTasks, Query, Request, Response
-from fastapi.exceptions import RequestValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from manta.api import schemas
 from manta.api.app_state import state_of
-from manta.api.parameters import AfterStep, Control
+from manta.api.parameters import AfterStep, Control, refused
 from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
@@ -72,5 +71,5 @@ def _names(text: str | None) -> tuple[str, ...] | None:
         return None
     if not _NAMES.fullmatch(text):
         message = "must be at most 64 metric names, separated by commas, such as loss,tokens_per_second"
-        raise RequestValidationError([{"loc": ("query", "names"), "msg": message, "type": "value_error"}])
+        raise refused("names", message)
     return tuple(name for name in dict.fromkeys(text.split(",")) if name != "step")

@@ -46,9 +46,7 @@ def get_rank_history(
     with control.store.read() as session:
         jobs.get(session, job_id)
         history = ranks.history(session, job_id, after_step, max_points)
-    return schemas.RankHistory(
-        steps=history.steps, times=[views.moment(at) for at in history.times], own_seconds=history.own_seconds
-    )
+    return views.answer(schemas.RankHistory, history)
 
 
 @router.get(
@@ -64,7 +62,7 @@ async def get_waits(request: Request, control: Control, job_id: JobId) -> Respon
 
 def _waits(seen: ObservedWaits) -> schemas.Waits:
     return schemas.Waits(
-        at=views.moment(seen.at),
+        at=seen.at,
         ranks=[schemas.WaitingRank(**vars(rank)) for rank in seen.waits.ranks],
         culprits=list(seen.waits.culprits),
         sentence=seen.waits.sentence,
@@ -78,4 +76,4 @@ def _waits(seen: ObservedWaits) -> schemas.Waits:
 async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
     """The current stacks of all threads of a rank's trainer, which keeps running. They are also written to its log."""
     stack = await read_threads_of(request).nodes.run(lambda: control.stack(job_id, rank))
-    return schemas.RankStack(rank=stack.rank, pid=stack.pid, at=views.moment(stack.at), text=stack.text)
+    return views.answer(schemas.RankStack, stack)

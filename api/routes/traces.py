@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -17,7 +18,6 @@ from manta.api.problems import OF_A_JOB, MalformedJson, changes, reads
 from manta.api.schemas import traces as trace_schemas
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
-from manta.api.views import moment, moment_or_none
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
 from manta.service.errors import InvalidParameter
@@ -65,13 +65,13 @@ def request_trace(
 
     made = control.store.write(request)
     control.tell(job_id, Trace())
-    return _trace(next(each for each in traces.list(job_id) if each["id"] == made))
+    return trace_schemas.Trace.model_validate(next(each for each in traces.list(job_id) if each["id"] == made))
 
 
 @router.get("/traces", responses=reads(*OF_A_JOB))
 def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Trace]:
     """A job's traces, newest first, without the actions of each rank. Only the newest few are kept."""
-    return schemas.Items(items=[_trace(each) for each in traces.list(job_id)])
+    return schemas.Items(items=[trace_schemas.Trace.model_validate(each) for each in traces.list(job_id)])
 
 
 @router.get(
@@ -147,13 +147,8 @@ def planner_cluster(control: ControlPlane) -> PlannerCluster:
     return cluster
 
 
-def _trace(document: dict[str, Any]) -> trace_schemas.Trace:
-    times = {"requested_at": moment(document["requested_at"]), "finished_at": moment_or_none(document["finished_at"])}
-    return trace_schemas.Trace.model_validate({**document, **times})
-
-
 def _with_times(document: dict[str, Any]) -> dict[str, Any]:
     """Converts times for the response; the rest is not validated, since it is long."""
-    at = (moment(document["requested_at"]), moment_or_none(document["finished_at"]))
-    requested, finished = (None if each is None else schemas.rfc3339(each) for each in at)
-    return {**document, "requested_at": requested, "finished_at": finished}
+    given = {name: document[name] for name in ("requested_at", "finished_at")}
+    times = {name: None if at is None else datetime.fromtimestamp(at, UTC) for name, at in given.items()}
+    return {**document, **{name: at and schemas.rfc3339(at) for name, at in times.items()}}

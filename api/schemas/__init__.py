@@ -25,7 +25,25 @@ from manta.api.schemas.history import (
     MetricSeries,
     Recovery,
 )
-from manta.api.schemas.jobs import DeletedJob, DryRun, Job, JobCounts, JobSort, LatestMetrics, Layout, Queue, Sparkline
+from manta.api.schemas.jobs import (
+    DeletedJob,
+    DryRun,
+    Fault,
+    Job,
+    JobCounts,
+    JobSort,
+    LatestMetrics,
+    Layout,
+    Queue,
+    Rank,
+    RankHistory,
+    RankPlace,
+    RankStack,
+    Sparkline,
+    Straggler,
+    WaitingRank,
+    Waits,
+)
 from manta.api.schemas.plans import (
     BesideSteps,
     ComparedPart,
@@ -47,4 +65,3 @@ from manta.api.schemas.plans import (
     StepParts,
     StepShare,
 )
-from manta.api.schemas.ranks import Fault, Rank, RankHistory, RankPlace, RankStack, Straggler, WaitingRank, Waits

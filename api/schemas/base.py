@@ -17,12 +17,18 @@ def rfc3339(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
+def _moment(value: object) -> object:
+    """Unix seconds as a moment in UTC; anything else unchanged."""
+    return datetime.fromtimestamp(value, UTC) if isinstance(value, int | float) else value
+
+
 Time = Annotated[
     datetime,
+    BeforeValidator(_moment),
     PlainSerializer(rfc3339, return_type=str, when_used="json"),
     WithJsonSchema({"type": "string", "format": "date-time"}),
 ]
-"""A time; in JSON as RFC 3339 in UTC."""
+"""A time, which Unix seconds become too; in JSON as RFC 3339 in UTC."""
 
 
 _NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": ["nan", "inf", "-inf"]}, {"type": "null"}]}

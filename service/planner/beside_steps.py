@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY
+from manta.service.planner.layer_kinds import StagePasses
 from manta.service.planner.operations import host_wait, memory_seconds
 from manta.service.planner.step_time import StepModel, StepTime, slowest_of
 from manta.workers.accounting.flops import trained_parameters
@@ -150,7 +151,8 @@ def _forwards(model: StepModel) -> float:
     spec, machine = model.spec, model.cluster.machine
     if model.part_of(0) is not model:  # stages on several kinds of nodes
         return replace(model.pipeline(), trains=False).seconds(spec.micro_batches)
-    passes = replace(model.passes, forward=replace(model.passes.forward, copies=0.0))
+    parts = model.passes.parts
+    passes = StagePasses(model.layer, replace(parts, forward=replace(parts.forward, copies=0.0)))
     evaluating = StepModel(spec, model.cluster, model.software, passes, model.parameters)
     if (budgets := evaluating.full_model()) is not None:
         # No backward follows in which the host could get ahead.

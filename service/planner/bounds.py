@@ -3,39 +3,29 @@ its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manta.service.planner.candidates import Candidate, rank_totals
 from manta.service.planner.communication import groups_of
 from manta.service.planner.engine_passes import layer_time
-from manta.service.planner.frozen import FrozenPasses, FrozenSizes
-from manta.service.planner.hardware import Cluster, Machine, with_threads
+from manta.service.planner.hardware import Cluster, with_threads
+from manta.service.planner.layer_kinds import FrozenSizes, StagePasses
 from manta.service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
-from manta.service.planner.operations import Passes
 from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds, shape_of
 from manta.service.planner.software import Software
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
-from manta.workers.accounting.activation_bytes import layer_bytes, layer_input_bytes
-from manta.workers.accounting.flops import rank_parameters
+from manta.workers.accounting.activation_bytes import saved_terms
+from manta.workers.accounting.flops import ParameterCounts, parameter_counts
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
+from manta.workers.spec.parameters import padded_rows
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """Parameters of one rank at one tensor size: of a layer, and what the stages at the ends have besides layers."""
-
-    layer: int
-    first: int
-    last: int
-    both: int
 
 
 @dataclass(frozen=True)
@@ -54,8 +44,7 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._parts: dict[tuple[int, int, str, int, int], _PartTimes] = {}
-        self._sizes: dict[int, _Sizes] = {}
+        self._parts: dict[tuple[int, int, str, int, int], StagePasses] = {}
         self._frozen = FrozenSizes(job) if job.train.frozen else None
         self._memory: dict[Candidate, RankMemory] = {}
         self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
@@ -69,7 +58,7 @@ class Bounds:
         self._most: dict[tuple[int, int, int, str], int] = {}
         self._messages: dict[tuple[int, int], float] = {}
 
-    def _parts_of(self, candidate: Candidate) -> _PartTimes:
+    def _parts_of(self, candidate: Candidate) -> StagePasses:
         """The times of the parts of the model."""
         threads, counted = self._threads(candidate), self._counted(candidate)
         key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
@@ -79,9 +68,7 @@ class Bounds:
                 with_threads(self.cluster, threads),
             )
             layer = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software)
-            passes = layer.passes()
-            frozen = FrozenPasses(layer, passes) if self.job.train.frozen else None
-            self._parts[key] = _PartTimes(passes, frozen, self.cluster.machine)
+            self._parts[key] = StagePasses(layer)
         return self._parts[key]
 
     def _counted(self, candidate: Candidate) -> int:
@@ -95,19 +82,8 @@ class Bounds:
         """A job whose layers are those of `candidate`, on one stage."""
         return candidate.on_one_stage(data).spec(self.job)
 
-    def _sizes_of(self, tensor: int) -> _Sizes:
-        if tensor not in self._sizes:
-            job, one = self.job, ParallelConfig(tensor=tensor)
-
-            def of(layers: int, pipeline: int) -> tuple[int, ...]:
-                model = job.model.model_copy(update={"layers": layers})
-                layout = one.model_copy(update={"pipeline": pipeline})
-                return rank_parameters(job.model_copy(update={"model": model, "parallel": layout}))
-
-            alone, two, (first, last) = of(1, 1)[0], of(2, 1)[0], of(2, 2)
-            layer = two - alone
-            self._sizes[tensor] = _Sizes(layer, first - layer, last - layer, alone - layer)
-        return self._sizes[tensor]
+    def _sizes_of(self, tensor: int) -> ParameterCounts:
+        return parameter_counts(self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor)
 
     def parameters(self, candidate: Candidate) -> int:
         """Most parameters of a rank."""
@@ -122,12 +98,12 @@ class Bounds:
     def _parameters(self, candidate: Candidate) -> int:
         sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
         if p == 1:
-            return self.job.model.layers * sizes.layer + sizes.both
+            return sizes.before[-1] + sizes.both
         ranks = self._totals(candidate)
         if SCHEDULES[candidate.schedule].turns_back:
-            return max(ranks[0] * sizes.layer + sizes.both, max(ranks) * sizes.layer)
-        ends = ranks[0] * sizes.layer + sizes.first, ranks[-1] * sizes.layer + sizes.last
-        return max(*ends, max(ranks) * sizes.layer)
+            return max(ranks[0] * sizes.before[1] + sizes.both, max(ranks) * sizes.before[1])
+        ends = ranks[0] * sizes.before[1] + sizes.first, ranks[-1] * sizes.before[1] + sizes.last
+        return max(*ends, max(ranks) * sizes.before[1])
 
     def min_update_seconds(self, candidate: Candidate, stages: int) -> float:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
@@ -137,10 +113,10 @@ class Bounds:
             trained = self._frozen.whole(candidate.tensor)
         else:
             sizes = self._sizes_of(candidate.tensor)
-            trained = self.job.model.layers * sizes.layer + sizes.both
+            trained = sizes.before[-1] + sizes.both
         mean = max(1, trained // candidate.pipeline)
         spec, parts = candidate._replace(pipeline=stages).spec(self.job), self._parts_of(candidate)
-        return StepModel(spec, self.cluster, self.software, parts.passes, mean, parts.frozen).optimizer_seconds()
+        return StepModel(spec, self.cluster, self.software, parts, mean).optimizer_seconds()
 
     def min_bytes(self, candidate: Candidate) -> float:
         """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
@@ -165,7 +141,7 @@ class Bounds:
         ends = sizes.both if turns_back else sizes.first
         layers = counts[0] if turns_back else sum(counts[:: candidate.pipeline])
         held = min(candidate.micro_batches(self.job), candidate.pipeline) * layers
-        first = self._state(candidate, self._totals(candidate)[0] * sizes.layer + ends)
+        first = self._state(candidate, self._totals(candidate)[0] * sizes.before[1] + ends)
         most = self._state(candidate, self.parameters(candidate))
         return max(first + held * self._bytes_of_layer(candidate), most)
 
@@ -185,13 +161,7 @@ class Bounds:
     def _bytes_of_layer(self, candidate: Candidate) -> int:
         key = candidate.tensor, candidate.micro_batch, candidate.recompute
         if key not in self._layer_bytes:
-            spec = self._alone(candidate)
-            if candidate.recompute == "full":
-                size = layer_input_bytes(spec)
-            else:
-                modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
-                size = layer_bytes(spec, modules)
-            self._layer_bytes[key] = size
+            self._layer_bytes[key] = sum(saved_terms(self._alone(candidate), 0, candidate.recompute).values())
         return self._layer_bytes[key]
 
     def memory(self, candidate: Candidate) -> RankMemory:
@@ -226,9 +196,7 @@ class Bounds:
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
         parts, spec = self._parts_of(candidate), candidate.spec(self.job)
-        return StepModel(
-            spec, self.cluster, self.software, parts.passes, self._max_trained_parameters(candidate), parts.frozen
-        )
+        return StepModel(spec, self.cluster, self.software, parts, self._max_trained_parameters(candidate))
 
     def _max_trained_parameters(self, candidate: Candidate) -> int:
         """Most parameters of a rank that have gradients."""
@@ -237,13 +205,12 @@ class Bounds:
         return self.parameters(candidate)
 
     def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, as `_PartTimes.stage` has them."""
-        return self._parts_of(candidate).stage(layers, first, last)
+        """Times of a virtual stage of so many layers, as `StagePasses.times_of` has them."""
+        return self._parts_of(candidate).times_of(layers, first, last)
 
     def stage_of(self, candidate: Candidate, layers: range, first: bool, last: bool) -> StageTimes:
         """Times of a virtual stage that has these layers of the model."""
-        parts = self._parts_of(candidate)
-        return parts.frozen.times(layers, first, last) if parts.frozen else parts.stage(len(layers), first, last)
+        return self._parts_of(candidate).times(layers, first, last)
 
     def min_seconds(self, candidate: Candidate) -> float:
         """Lower bound for the step: of its pipeline, and of what follows it."""
@@ -303,20 +270,20 @@ class Bounds:
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
         counts, parts = self.counts(candidate), self._parts_of(candidate)
         if p == 1:
-            only = parts.stage(counts[0], True, True)
+            only = parts.times_of(counts[0], True, True)
             return m * only.seconds, only.backward
         shape, schedule = shape_of(counts, p, candidate.schedule), SCHEDULES[candidate.schedule]
-        first, last = parts.stage(counts[0], first=True), parts.stage(counts[-1], last=True)
-        between = [(parts.stage(layers), times) for layers, times in shape.between]
+        first, last = parts.times_of(counts[0], first=True), parts.times_of(counts[-1], last=True)
+        between = [(parts.times_of(layers), times) for layers, times in shape.between]
         backward = min(first.backward, last.backward)
         if p * v > 2:
-            backward = min(backward, parts.stage(shape.fewest).backward)
+            backward = min(backward, parts.times_of(shape.fewest).backward)
         message = self._min_message_seconds(candidate, model)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
         if schedule.turns_back:
-            turn = [parts.stage(layers) for layers in counts[p - 1 : p + 1]]
+            turn = [parts.times_of(layers) for layers in counts[p - 1 : p + 1]]
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
@@ -327,7 +294,7 @@ class Bounds:
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
         # One that is not the first begins when something has come from there.
-        busy = m * parts.stage(shape.fullest).seconds + first.forward
+        busy = m * parts.times_of(shape.fullest).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
@@ -391,34 +358,7 @@ class Bounds:
     def parts(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a layer, and of what the first and the last virtual stage have besides layers."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
-        stage = self._parts_of(candidate).stage
+        stage = self._parts_of(candidate).times_of
         inner, ends = stage(layers).seconds, (stage(layers, first=True), stage(layers, last=True))
         more = stage(layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
-
-
-class _PartTimes:
-    """Times of the parts of a model at one tensor size, micro-batch and recomputation."""
-
-    def __init__(self, passes: Passes, frozen: FrozenPasses | None, machine: Machine):
-        """`frozen`: the passes of its layers, with `train.frozen`."""
-        self.passes, self.frozen, self._machine = passes, frozen, machine
-        self._stages: dict[tuple[int, bool, bool], StageTimes] = {}
-
-    def stage(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of `layers` layers, which may be the first or the last of the model. With
-        `train.frozen` only those of its forward: the others depend on which layers it has (`FrozenPasses.times`)."""
-        key = layers, first, last
-        if key not in self._stages:
-            passes, machine = self.passes, self._machine
-            if self.frozen is not None:
-                forward = passes.forward_of_stage(layers, first, last).wait_for_host(machine).seconds
-                self._stages[key] = StageTimes(forward, 0.0, 0.0)
-            else:
-                self._stages[key] = passes.of_stage(layers, first, last, machine)
-        return self._stages[key]
-
-    def seconds(self, counts: Collection[int]) -> float:
-        """Seconds of inner virtual stages with these numbers of layers, in total."""
-        known = {layers: self.stage(layers).seconds for layers in set(counts)}
-        return sum(map(known.__getitem__, counts))

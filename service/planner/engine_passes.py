@@ -8,10 +8,11 @@ between two products into one kernel (decision 0029). Shapes are those of `layer
 from __future__ import annotations
 
 from manta.service.planner.communication import Groups
-from manta.service.planner.layer_time import CAST_BOTH, CAST_ROWS, LayerTime
+from manta.service.planner.layer_time import LayerTime
 from manta.service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
 from manta.service.planner.software import Software
 from manta.workers.config import JobSpec
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Rotary
 
 LAYER, COMPILED_LAYER = (35, 45), (45, 60)
 """Host time of a layer in addition to launching its kernels, in units of one kernel launch, forward and backward:
@@ -51,9 +52,9 @@ class EnginePasses(LayerTime):
         gpu = self.machine.gpu
         assert gpu is not None
         self.gpu, self.compiled = gpu, self.spec.train.compile
-        model = self.spec.model
-        self.parts, self.values = model.parts, self.key_values // 2
-        self.fused_projection = model.key_value_heads == model.heads
+        self.parts, model = self.spec.model.parts, self.spec.model
+        self.projects_at_once, self.grouped = False, model.key_value_heads != model.heads
+        self.host_operations = COMPILED_LAYER if self.compiled else LAYER
 
     # Parts of passes.
 
@@ -61,21 +62,17 @@ class EnginePasses(LayerTime):
         budget.elementwise += memory_seconds(self.machine, moved) + kernels * self.gpu.kernel_seconds
         budget.operations += kernels
 
-    @property
-    def _host_of_layer(self) -> tuple[int, int]:
-        return COMPILED_LAYER if self.compiled else LAYER
-
-    def _norm(self, budget: Budget, elements: int) -> None:
+    def _norm(self, budget: Budget, elements: int, rms: bool) -> None:
         """Eager: torch's layer norm, or an RMS norm operation by operation (`rms_norm.py`)."""
-        if not self.parts.rms_norm:
+        if not rms:
             self._elements(budget, REDUCED * 2 * self.width * elements)
         elif self.width == WIDE:  # squares, their mean, its root's product, the weight's
             self._elements(budget, (8 + 4 + SPREAD * (8 + 8)) * elements, 6)
         else:  # widened before, and rounded before the weight's
             self._elements(budget, (WIDENED * 6 + 8 + 4 + MIXED + 6 + SPREAD * 4) * elements, 8)
 
-    def _norm_backward(self, budget: Budget, elements: int) -> None:
-        if not self.parts.rms_norm:
+    def _norm_backward(self, budget: Budget, elements: int, rms: bool) -> None:
+        if not rms:
             self._elements(budget, REDUCED * 5 * self.width * elements, 5)
             return
         # The norm again; the weight's gradient, its sum over rows; the gradient times the weight, the input times its
@@ -88,132 +85,107 @@ class EnginePasses(LayerTime):
             moved += 12 + 4 + SPREAD * (12 + 8) + 6
             self._elements(budget, moved * elements, 13)
 
-    @property
-    def _projections(self) -> list[int]:
-        """Columns of the products before attention."""
-        fused = [self.attention_width + self.key_values]
-        return fused if self.fused_projection else [self.attention_width, self.key_values]
-
-    @property
-    def _turned(self) -> list[tuple[int, int]]:
-        """Tensors that rotary embeddings rotate in one call: columns, and how many of these columns are rotated."""
-        queries, keys = self.attention_width, self.values
-        if not self.parts.rotary:
-            return []
-        if self.parts.query_key_norm:
-            return [(queries, queries), (keys, keys)]
-        if self.fused_projection:
-            return [(queries + 2 * keys, queries + keys)]
-        return [(queries, queries), (2 * keys, keys)]
-
-    @property
-    def _head_norms(self) -> list[int]:
-        return [self.attention_width, self.values] if self.parts.query_key_norm else []
-
     # A layer.
 
-    def forward(self) -> Budget:
-        """One layer's forward."""
-        budget = Budget(operations=self._host_of_layer[0])
-        (self._fused_elements if self.compiled else self._eager_elements)(budget)
-        self._cast(budget, 2 * self.hidden + self.attention_width + self.inner, 4, CAST_ROWS)
-        for columns in self._projections:
-            self._linear(budget, self.tokens, columns, self.hidden)
-        self._attention_forward(budget)
-        self._linear(budget, self.tokens, self.hidden, self.attention_width)
-        for _ in range(self.up_matrices):
-            self._linear(budget, self.tokens, self.inner, self.hidden)
-        self._linear(budget, self.tokens, self.hidden, self.inner)
-        self._communicate(budget, 4 if self.spec.layout.sequence_parallel_on else 2)
-        return budget
+    def _residual(self, budget: Budget, block: Block) -> None:
+        residual = self.outside * self.hidden
+        if self.compiled:
+            dropped = self._residual_bytes() - 3 * self.width * residual if self.has_dropout else 0.0
+            self._elements(budget, 3 * self.width * residual + dropped)
+        elif self.has_dropout:
+            self._elements(budget, self._residual_bytes(), 8)
+        else:  # what the product is added to, or a sum of its own
+            self._elements(budget, (2 if block.ends_in_product else 3) * self.width * residual)
 
-    def _eager_elements(self, budget: Budget) -> None:
-        width, residual = self.width, self.outside * self.hidden
-        for _ in range(2):
-            self._norm(budget, residual)
-        for columns in self._head_norms:
-            self._norm(budget, self.tokens * columns)
-        for _, columns in self._turned:  # a copy of one half, two products and two sums of halves
-            self._elements(budget, 6 * width * self.tokens * columns, 5)
-        self._activate(budget)
-        for _ in range(2):  # what the product is added to
-            if self.has_dropout:
-                self._elements(budget, self._residual_bytes(), 8)
-            else:
-                self._elements(budget, 2 * width * residual)
+    def _forward(self, budget: Budget, operation: Operation, block: Block) -> None:
+        match operation:
+            case Norm(y=y, rms=rms):
+                if not self.compiled:
+                    self._norm(budget, self._elements_of(y), rms)
+                elif operation is block.operations[0] and block is not self.table.blocks[0]:
+                    # Within the kernel of the sum that makes its input.
+                    budget.elementwise += memory_seconds(self.machine, self.width * self._elements_of(y))
+                else:
+                    self._elements(budget, 2 * self.width * self._elements_of(y))
+            case Products():
+                self._products(budget, self.linear_width, *self._matrices(operation))
+                self._communicate(budget, int(operation.sums or self.spec.layout.sequence_parallel_on))
+            case Rotary(turned=tensors):
+                for columns, turned in tensors:
+                    if self.compiled:
+                        self._elements(budget, 2 * self.width * self.tokens * columns)
+                    else:  # a copy of one half, two products and two sums of halves
+                        self._elements(budget, 6 * self.width * self.tokens * turned, 5)
+            case Attention():
+                self._attention_forward(budget)
+            case Activation(xs=xs, y=y) if self.compiled:
+                self._elements(budget, (1 + len(xs)) * self.width * self._elements_of(y))
+            case Activation():
+                self._activate(budget, operation)
 
-    def _activate(self, budget: Budget) -> None:
-        gated = self.up_matrices > 1
-        self._elements(budget, (5 if gated else 2) * self.width * self.tokens * self.inner, 2 if gated else 1)
-
-    def _fused_elements(self, budget: Budget) -> None:
-        width, residual = self.width, self.outside * self.hidden
-        dropped = self._residual_bytes() - 3 * width * residual if self.has_dropout else 0.0
-        self._elements(budget, 2 * width * residual)  # norm
-        self._elements(budget, 4 * width * residual + dropped)  # the sum with the residual, and its norm
-        self._elements(budget, 3 * width * residual + dropped)
-        normed = 4 if self._head_norms else 2
-        for columns, _ in self._turned:
-            self._elements(budget, normed * width * self.tokens * columns, normed // 2)
-        self._elements(budget, (1 + self.up_matrices) * width * self.tokens * self.inner)
+    def _activate(self, budget: Budget, activation: Activation) -> None:
+        gated = len(activation.xs) > 1
+        moved = (5 if gated else 2) * self.width * self._elements_of(activation.y)
+        self._elements(budget, moved, 2 if gated else 1)
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
-        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
         shape = self.machine, count, model.sequence_length, model.head_size, self.width
         for part, masked in ((1 - self._windowed, False), (self._windowed, True)):
             seconds = attention_seconds(*shape, masked)
             budget.attention += part * (seconds[0] if times == 1.0 else seconds[1])
         budget.operations += 1 if times == 1.0 else 3
 
-    def backward_input(self) -> Budget:
-        """The half of one layer's backward that makes gradients of activations, with what is recomputed."""
-        budget = Budget(operations=self._host_of_layer[1])
-        (self._fused_elements_backward if self.compiled else self._eager_elements_backward)(budget)
-        columns = sum(self._projections) + 2 * self.hidden + self.up_matrices * self.inner
-        self._cast(budget, columns, 3 + self.up_matrices, CAST_BOTH)
-        self._linear(budget, self.tokens, self.inner, self.hidden)
-        for _ in range(self.up_matrices):
-            self._linear(budget, self.tokens, self.hidden, self.inner)
-        self._linear(budget, self.tokens, self.attention_width, self.hidden)
-        self._attention_backward(budget)
-        if not self.fused_projection:  # each head's gradients of keys and values, and their sums over groups
-            moved = self.width * self.tokens * (4 * self.attention_width + self.key_values)
-            budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
-        for columns in self._projections:
-            self._linear(budget, self.tokens, self.hidden, columns)
-        self._tensor_backward(budget)
-        return budget.plus(self.recomputed(), self._recomputed_part)
+    def _residual_backward(self, budget: Budget) -> None:
+        residual = self.outside * self.hidden
+        if self.compiled:  # with the norm that follows in backward
+            return
+        self._elements(budget, 3 * self.width * residual)
+        if self.has_dropout:
+            self._elements(budget, (3 * self.width + 1) * residual, 8)
 
-    def _eager_elements_backward(self, budget: Budget) -> None:
-        width, residual = self.width, self.outside * self.hidden
-        gated = self.up_matrices > 1
-        self._elements(budget, (11 if gated else 3) * width * self.tokens * self.inner, 4 if gated else 1)
-        for _ in range(2):
-            self._norm_backward(budget, residual)
-            self._elements(budget, 3 * width * residual)  # the sum with the residual's gradient
-            if self.has_dropout:
-                self._elements(budget, (3 * width + 1) * residual, 8)
-        for columns in self._head_norms:
-            self._norm_backward(budget, self.tokens * columns)
-        self._elements(budget, 2 * width * self.tokens * self._projections[-1])  # gradients brought together
-        for columns, turned in self._turned:
-            self._elements(budget, width * self.tokens * (2 * columns + 6 * turned), 7)
+    def _backward(self, budget: Budget, operation: Operation, block: Block) -> None:
+        match operation:
+            case Norm(y=y, rms=rms):
+                if not self.compiled:
+                    self._norm_backward(budget, self._elements_of(y), rms)
+                else:  # with the sums around it, and in a kernel of its own its weights' gradients
+                    moved = (5 + 2) * self.width * self._elements_of(y)
+                    self._elements(budget, moved, 4 if y.own else 3)
+            case Products():
+                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
+                self._bring_together(budget, operation, block)
+            case Rotary(turned=tensors) if not self.compiled:
+                for columns, turned in tensors:
+                    self._elements(budget, self.width * self.tokens * (2 * columns + 6 * turned), 7)
+            case Attention(y=y, keys=keys):
+                self._attention_backward(budget)
+                if self.grouped:  # each head's gradients of keys and values, and their sums over groups
+                    moved = self.width * self.tokens * (4 * y.columns + 2 * keys)
+                    budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
+            case Activation(xs=xs, y=y):
+                elements, gated = self._elements_of(y), len(xs) > 1
+                if self.compiled:
+                    self._elements(budget, (1 + 2 * len(xs)) * self.width * elements)
+                else:
+                    self._elements(budget, (11 if gated else 3) * self.width * elements, 4 if gated else 1)
 
-    def _fused_elements_backward(self, budget: Budget) -> None:
-        width, residual = self.width, self.outside * self.hidden
-        self._elements(budget, (1 + 2 * self.up_matrices) * width * self.tokens * self.inner)
-        # Each norm with the sums around it, and in kernels of their own its weights' gradients.
-        pairs = (self.up_matrices - 1) + (len(self._projections) - 1)
-        self._elements(budget, (2 * (5 + 2) + pairs) * width * residual, 8)
-        turned = 3 if self.parts.rotary and not self._head_norms else 2
-        for columns in self._projections if self.parts.rotary else self._projections[-1:]:
-            self._elements(budget, turned * width * self.tokens * columns, 2)
-        for columns in self._head_norms:
-            self._elements(budget, 7 * width * self.tokens * columns, 3)
-
-    @property
-    def _projected(self) -> list[int]:
-        return self.trained_projections
+    def _bring_together(self, budget: Budget, products: Products, block: Block) -> None:
+        """Gradients of the parts of a product's result become one; those of an input of several products are added."""
+        columns = [y.columns for y in products.ys]
+        if self.compiled:
+            budget.elementwise += memory_seconds(
+                self.machine, (len(columns) - 1) * self.width * self.outside * self.hidden
+            )
+        if not products.projects:
+            return
+        if not self.compiled:
+            self._elements(budget, 2 * self.width * self.tokens * columns[-1])
+            return
+        turns = any(isinstance(each, Rotary) for each in block.operations)
+        moved = 3 if turns and not self.attention.normed else 2
+        for each in columns if turns else columns[-1:]:
+            self._elements(budget, moved * self.width * self.tokens * each, 2)
 
     def backward_weight(self) -> Budget:
         """The half that makes gradients of weights, and adds them up."""
@@ -247,11 +219,12 @@ class EnginePasses(LayerTime):
         again = Budget()
         if "core_attention" in layout.recompute_modules:
             self._attention_forward(again)
-        if "norm" in layout.recompute_modules:
-            for _ in range(2):
-                self._norm(again, self.outside * self.hidden)
-        if "mlp_activation" in layout.recompute_modules:
-            self._activate(again)
+        for each in self.table.operations:
+            match each:
+                case Norm(y=y, rms=rms) if y.recomputed_by in layout.recompute_modules:
+                    self._norm(again, self._elements_of(y), rms)
+                case Activation(y=y) if y.recomputed_by in layout.recompute_modules:
+                    self._activate(again, each)
         return Budget(recomputation=again.device_seconds, operations=again.operations)
 
     # The ends of the model.
@@ -276,14 +249,14 @@ class EnginePasses(LayerTime):
     def output_forward(self) -> Budget:
         """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` only the norm."""
         budget = Budget()
-        self._norm(budget, self.outside * self.hidden)
+        self._norm(budget, self.outside * self.hidden, self.parts.rms_norm)
         return budget if self.spec.train.head_tokens else budget.plus(self._logits_forward())
 
     def _logits_forward(self) -> Budget:
         budget, logits = Budget(), self.tokens * self._vocabulary
         if self.spec.layout.sequence_parallel_on:
             self._communicate(budget, 1)
-        self._product(budget, self.tokens, self._vocabulary, self.hidden)
+        self._products(budget, self.width, (self._vocabulary, self.hidden))
         if self.width == WIDE:
             self._elements(budget, 4 * WIDE * logits, SMALL_OF_LOSS[0])
         elif self.compiled:  # largest, sums, exponentials
@@ -304,12 +277,12 @@ class EnginePasses(LayerTime):
             budget = self._logits_forward()
         scaled = MIXED if self.width < WIDE else SPREAD * 2 * WIDE
         self._elements(budget, scaled * self.tokens * self._vocabulary, SMALL_OF_LOSS[1])
-        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        self._products(budget, self.width, (self.hidden, self._vocabulary))
         weights = self._output_weights()
         budget.products += weights
         self._communicate_overlapped(budget, 1, weights)
         budget.operations *= parts
-        self._norm_backward(budget, self.outside * self.hidden)
+        self._norm_backward(budget, self.outside * self.hidden, self.parts.rms_norm)
         if weights:
             self._accumulate(budget, self._vocabulary * self.hidden, 1, parts)
         return budget

@@ -24,14 +24,13 @@ from manta.service.planner.operations import (
 )
 from manta.service.planner.software import Software
 from manta.workers.accounting.activation_bytes import offloaded, saved_terms
-from manta.workers.accounting.flops import key_value_copies, padded_vocabulary, recomputed_layer_passes
+from manta.workers.accounting.flops import padded_vocabulary, recomputed_layer_passes
 from manta.workers.config import JobSpec
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
 """Bytes of an element of a dropout mask."""
-MLP_INPUTS = ("mlp.up", "mlp.gate")
-"""Matrices of an MLP that read the residual stream; the second of those with gates."""
 KEYS_OF_BLOCK = 512
 """Block of scores that torch's fused attention on a CPU computes as a whole, or skips as a whole."""
 CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
@@ -65,13 +64,12 @@ class LayerTime:
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
         self.tokens = spec.train.micro_batch_size * model.sequence_length
         self.outside = self.tokens // t if spec.layout.sequence_parallel_on else self.tokens
-        self.hidden, self.inner = model.hidden_size, model.ffn_size // t
-        self.heads = max(1, model.heads // t)
-        self.attention_width = self.heads * model.head_size
-        copies = key_value_copies(model, t)
-        self.key_values = 2 * model.key_value_heads * model.head_size * copies // t
-        self.up_matrices = 2 if model.parts.gated_mlp else 1
-        self.has_dropout = model.dropout > 0
+        self.hidden, self.table = model.hidden_size, layer_table(model, t)
+        self.attention, self.has_dropout = self.table.attention, model.dropout > 0
+        self.projects_at_once = True
+        """Whether queries, keys and values are one product."""
+        self.host_operations = (0, 0)
+        """What a layer costs the host in addition to its operations, in units of one, forward and backward."""
 
     def passes(self) -> Passes:
         """The times of all parts."""
@@ -97,23 +95,22 @@ class LayerTime:
         count = min(layout.offload_layers, layers)
         if count == 0:
             return 0.0
-        modules = layout.recompute_modules if layout.recompute == "selective" else ()
-        terms = saved_terms(self.spec, 0, layout.recompute, modules)
+        terms = saved_terms(self.spec, 0, layout.recompute)
         rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
 
     # Parts of passes.
 
-    def _product(self, budget: Budget, m: int, n: int, k: int) -> None:
-        """A product of m tokens with a matrix."""
-        budget.products += product_seconds(self.machine, m, n, k, 1, self.width, unit_of(n, k))
-        budget.operations += 1
+    def _matrices(self, products: Products, trained: bool = False) -> list[tuple[int, int]]:
+        """Rows and columns of weights with a common input, or with `trained` of those that have gradients."""
+        weights = [each for each in products.weights if not trained or f"{each.name}.weight" not in self.frozen]
+        if products.projects and self.projects_at_once and weights:
+            return [(sum(each.rows for each in weights), weights[0].columns)]
+        return [(each.rows, each.columns) for each in weights]
 
-    def _linear(self, budget: Budget, m: int, n: int, k: int) -> None:
-        """A product of a linear layer inside of a transformer layer."""
-        budget.products += product_seconds(self.machine, m, n, k, 1, self.linear_width, unit_of(n, k))
-        budget.operations += 1
+    def _elements_of(self, tensor: Tensor) -> int:
+        return tensor.columns * (self.outside if tensor.own else self.tokens)
 
     def _cast(self, budget: Budget, columns: int, times: int, moved: int) -> None:
         """With 8-bit products: casts, `times` of them, of matrices of all tokens with `columns` columns in total."""
@@ -163,9 +160,10 @@ class LayerTime:
         if self.spec.layout.sequence_parallel_on:
             self._with_boundary(budget, width, *products)
         else:
-            self._forward_products(budget, width, *products)
+            self._products(budget, width, *products)
 
-    def _forward_products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+    def _products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+        """Products of all tokens with n results each, from k inputs."""
         machine, tokens = self.machine, self.tokens
         budget.products += sum(product_seconds(machine, tokens, n, k, 1, width, unit_of(n, k)) for n, k in products)
         budget.operations += len(products)
@@ -176,7 +174,7 @@ class LayerTime:
         layout, ranks = self.spec.layout, self.groups.tensor.size
         chunks = layout.forward_chunks if ranks > 1 else 1
         if chunks == 1:
-            self._forward_products(budget, width, *products)
+            self._products(budget, width, *products)
             self._communicate(budget, 1)
             return
         # One block of each rank's part of the sequence, in one kernel.
@@ -194,22 +192,33 @@ class LayerTime:
 
     def forward(self) -> Budget:
         """One layer's forward."""
-        budget, width, h = Budget(), self.width, self.hidden
-        columns = self.attention_width + self.key_values
-        for _ in range(2):
-            self._elements(budget, 2 * width * self.outside * h)  # norm
-        self._cast(budget, 2 * h + self.attention_width + self.inner, 4, CAST_ROWS)
-        self._enter(budget, self.linear_width, (columns, h))
-        self._elements(budget, 2 * width * self.tokens * columns)  # bias, or turning and splitting
-        self._attention_forward(budget)
-        self._with_boundary(budget, self.linear_width, (h, self.attention_width))
-        self._enter(budget, self.linear_width, *self.up_matrices * [(self.inner, h)])
-        activation = 2 if self.software.fused else 4
-        self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
-        self._with_boundary(budget, self.linear_width, (h, self.inner))
-        for _ in range(2):
-            self._elements(budget, self._residual_bytes())
+        budget = Budget(operations=self.host_operations[0])
+        for block in self.table.blocks:
+            for operation in block.operations:
+                self._forward(budget, operation, block)
+            self._residual(budget, block)
+        inputs = [each.x.columns for each in self.table.products]
+        self._cast(budget, sum(inputs), len(inputs), CAST_ROWS)
         return budget
+
+    def _forward(self, budget: Budget, operation: Operation, block: Block) -> None:
+        width = self.width
+        match operation:
+            case Norm(y=y) if y.own:  # norms of heads are a part of turning and splitting
+                self._elements(budget, 2 * width * self._elements_of(y))
+            case Products(sums=True):
+                self._with_boundary(budget, self.linear_width, *self._matrices(operation))
+            case Products(ys=ys):
+                self._enter(budget, self.linear_width, *self._matrices(operation))
+                if operation.projects:  # bias, or turning and splitting
+                    self._elements(budget, 2 * width * sum(map(self._elements_of, ys)))
+            case Attention():
+                self._attention_forward(budget)
+            case Activation(xs=xs, y=y):
+                self._elements(budget, ((1 if self.software.fused else 3) + len(xs)) * width * self._elements_of(y))
+
+    def _residual(self, budget: Budget, block: Block) -> None:
+        self._elements(budget, self._residual_bytes())
 
     def _residual_bytes(self) -> float:
         """Bias, dropout and residual behind a block."""
@@ -219,7 +228,7 @@ class LayerTime:
     def _attention_products(self, budget: Budget, scores: int, context: int) -> None:
         """Batched products over [s, s] scores: `scores` products that compute scores, `context` products that read
         them."""
-        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
         s, d = model.sequence_length, model.head_size
         unit = unit_of(s, d)
         budget.attention += scores * product_seconds(self.machine, s, s, d, count, self.width, unit)
@@ -228,7 +237,7 @@ class LayerTime:
 
     def _score_bytes(self, tensors: float, masks: float = 0.0) -> float:
         model = self.spec.model
-        scores = self.spec.train.micro_batch_size * self.heads * model.sequence_length**2
+        scores = self.spec.train.micro_batch_size * self.attention.heads * model.sequence_length**2
         return scores * (tensors * self.width + masks * MASK)
 
     def _attention_forward(self, budget: Budget) -> None:
@@ -240,7 +249,7 @@ class LayerTime:
         budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
         if self.has_dropout:
             budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
-        budget.attention += memory_seconds(self.machine, 2 * self.width * self.tokens * self.attention_width)
+        budget.attention += memory_seconds(self.machine, 2 * self.width * self._elements_of(self.attention.y))
         budget.operations += 3
 
     def _attention_backward(self, budget: Budget) -> None:
@@ -252,7 +261,7 @@ class LayerTime:
         budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
         if self.has_dropout:
             budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
-        budget.attention += memory_seconds(self.machine, 2 * self.width * self.tokens * self.attention_width)
+        budget.attention += memory_seconds(self.machine, 2 * self.width * self._elements_of(self.attention.y))
         budget.operations += 3
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
@@ -260,7 +269,7 @@ class LayerTime:
         window's mask they compute all scores. A backward has five products where a forward has two (arXiv:2205.14135,
         section 3). They reach about half of the rate of a large product (arXiv:2307.08691, section 4), whose tiles of
         scores never leave a multiprocessor."""
-        model, count = self.spec.model, self.spec.train.micro_batch_size * self.heads
+        model, count = self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
         s, d, core = model.sequence_length, model.head_size, self.machine.core
         if core is None:
             causal, width, rate = 0.5, float(d), 0.5 * product_rate(self.machine, self.width)
@@ -269,7 +278,7 @@ class LayerTime:
             causal, rate = (blocks + 1) / (2 * blocks), core.product_rate(self.width) * self.machine.threads
         part = causal + (1 - causal) * self._windowed
         budget.attention += times * 4.0 * part * s * s * width * count / rate
-        moved = (2 * self.attention_width + self.key_values) * self.tokens * self.width
+        moved = 2 * (self.attention.y.columns + self.attention.keys) * self.tokens * self.width
         budget.attention += times * memory_seconds(self.machine, moved)
         budget.operations += 1
 
@@ -281,59 +290,48 @@ class LayerTime:
 
     def backward_input(self) -> Budget:
         """The half of one layer's backward that computes gradients of activations, including recomputation."""
-        budget, width, h = Budget(), self.width, self.hidden
-        columns = self.attention_width + self.key_values
-        for _ in range(2):
-            # The norm's two kernels, for its input and its weights; the sum with the residual's gradient.
-            self._elements(budget, (5 + 3) * width * self.outside * h)
-            masks = MASK if self.has_dropout else 0
-            self._elements(budget, ((3 if self.has_dropout else 1) * width + masks) * self.outside * h)
-        self._cast(budget, columns + 2 * h + self.up_matrices * self.inner, 3 + self.up_matrices, CAST_BOTH)
-        self._linear(budget, self.tokens, h, columns)
-        self._attention_backward(budget)
-        self._linear(budget, self.tokens, self.attention_width, h)
-        for _ in range(self.up_matrices):
-            self._linear(budget, self.tokens, h, self.inner)
-        activation = 4 if self.software.fused else 6
-        self._elements(budget, (activation + self.up_matrices - 1) * width * self.tokens * self.inner)
-        self._linear(budget, self.tokens, self.inner, h)
+        budget = Budget(operations=self.host_operations[1])
+        for block in self.table.blocks:
+            self._residual_backward(budget)
+            for operation in block.operations:
+                self._backward(budget, operation, block)
+        products = self.table.products
+        count = sum(1 if each.projects else len(each.ys) for each in products)
+        self._cast(budget, sum(y.columns for each in products for y in each.ys), count, CAST_BOTH)
         self._tensor_backward(budget)
         return budget.plus(self.recomputed(), self._recomputed_part)
+
+    def _residual_backward(self, budget: Budget) -> None:
+        """The sum with the gradient of the residual stream."""
+        moved = 3 * self.width + MASK if self.has_dropout else self.width
+        self._elements(budget, moved * self.outside * self.hidden)
+
+    def _backward(self, budget: Budget, operation: Operation, block: Block) -> None:
+        match operation:
+            case Norm(y=y) if y.own:  # two kernels, for its input and its weights
+                self._elements(budget, (5 + 3) * self.width * self._elements_of(y))
+            case Products():
+                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
+            case Attention():
+                self._attention_backward(budget)
+            case Activation(xs=xs, y=y):
+                moved = (3 if self.software.fused else 5) + len(xs)
+                self._elements(budget, moved * self.width * self._elements_of(y))
 
     def _tensor_backward(self, budget: Budget) -> None:
         """Collectives of backward: gradients of the blocks' inputs are reduced; with sequence parallelism those of
         their outputs are gathered first, and the inputs again for the weights' gradients."""
-        weights = self.weight_products()
+        weights, entering = self.weight_products(), [each for each in self.table.products if not each.sums]
         if self.spec.layout.sequence_parallel_on:
-            again = bool(self.trained_projections) + any(map(self._is_trained, MLP_INPUTS[: self.up_matrices]))
-            self._communicate(budget, 2)
-            self._communicate_overlapped(budget, 2 + again, 2 * weights)
+            again = sum(bool(self._matrices(each, trained=True)) for each in entering)
+            self._communicate(budget, len(self.table.products) - len(entering))
+            self._communicate_overlapped(budget, len(entering) + again, 2 * weights)
         else:
-            self._communicate_overlapped(budget, 2, weights)
-
-    def _is_trained(self, name: str) -> bool:
-        return f"{name}.weight" not in self.frozen
-
-    @property
-    def trained_projections(self) -> list[int]:
-        """Columns of the products before attention whose weights are trained."""
-        if self.spec.model.key_value_heads == self.spec.model.heads:
-            columns = {"qkv": self.attention_width + self.key_values}
-        else:
-            columns = {"q": self.attention_width, "kv": self.key_values}
-        return [wide for name, wide in columns.items() if self._is_trained(f"attention.{name}")]
-
-    @property
-    def _projected(self) -> list[int]:
-        """Columns of the products before attention whose weights are trained, combined as the engine computes them."""
-        return [sum(self.trained_projections)] if self.trained_projections else []
+            self._communicate_overlapped(budget, len(entering), weights)
 
     def trained_matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of a layer's matrices that have gradients."""
-        h, sizes = self.hidden, [(columns, self.hidden) for columns in self._projected]
-        sizes += [(h, self.attention_width)] if self._is_trained("attention.output") else []
-        sizes += [(h, self.inner)] if self._is_trained("mlp.down") else []
-        return sizes + [(self.inner, h) for name in MLP_INPUTS[: self.up_matrices] if self._is_trained(name)]
+        return [shape for each in self.table.products for shape in self._matrices(each, trained=True)]
 
     def weight_products(self) -> float:
         """Seconds of all products for a layer's weight gradients."""
@@ -342,10 +340,7 @@ class LayerTime:
 
     def _cast_inputs(self, budget: Budget) -> None:
         """Casts of the inputs of products for trained weights."""
-        inputs = [self.hidden] if self.trained_projections else []
-        inputs += [self.hidden] if any(map(self._is_trained, MLP_INPUTS[: self.up_matrices])) else []
-        inputs += [self.attention_width] if self._is_trained("attention.output") else []
-        inputs += [self.inner] if self._is_trained("mlp.down") else []
+        inputs = [each.x.columns for each in self.table.products if self._matrices(each, trained=True)]
         self._cast(budget, sum(inputs), len(inputs), CAST_COLUMNS)
 
     def backward_weight(self) -> Budget:
@@ -353,8 +348,9 @@ class LayerTime:
         matrices = self.trained_matrices()
         budget = Budget(products=self.weight_products(), operations=2 * len(matrices))
         self._cast_inputs(budget)
-        if self.trained_projections:
-            self._elements(budget, self.width * self.tokens * sum(self.trained_projections))  # biases
+        for each in self.table.products:
+            if each.projects and (trained := self._matrices(each, trained=True)):  # biases
+                self._elements(budget, self.width * self.tokens * sum(rows for rows, _ in trained))
         parameters = sum(rows * columns for rows, columns in matrices)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
         return budget
@@ -381,10 +377,10 @@ class LayerTime:
         again = Budget()
         if "core_attention" in layout.recompute_modules:
             self._attention_forward(again)
-        if "norm" in layout.recompute_modules:
-            self._elements(again, 4 * self.width * self.outside * self.hidden)
-        if "mlp_activation" in layout.recompute_modules:
-            self._elements(again, 2 * self.width * self.tokens * self.inner)
+        for module in ("norm", "mlp_activation"):
+            made = [each.x for each in self.table.products if each.x.recomputed_by == module]
+            if module in layout.recompute_modules:
+                self._elements(again, 2 * self.width * sum(map(self._elements_of, made)))
         return Budget(recomputation=again.device_seconds, operations=again.operations)
 
     # The ends of the model.
@@ -415,7 +411,7 @@ class LayerTime:
     def _logits_forward(self) -> Budget:
         budget, product = Budget(), (self._vocabulary, self.hidden)
         if self.spec.train.head_tokens:  # gathered in one piece
-            self._forward_products(budget, self.width, product)
+            self._products(budget, self.width, product)
             self._communicate(budget, int(self.spec.layout.sequence_parallel_on))
         else:
             self._enter(budget, self.width, product)
@@ -435,7 +431,7 @@ class LayerTime:
         budget = Budget()
         loss = self.software.loss_bytes[1] - WIDE + self.width
         self._elements(budget, loss * self.tokens * self._vocabulary)
-        self._product(budget, self.tokens, self.hidden, self._vocabulary)
+        self._products(budget, self.width, (self.hidden, self._vocabulary))
         weights = self._output_weights()
         budget.products += weights
         self._communicate_overlapped(budget, 1, weights)

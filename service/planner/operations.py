@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from manta.service.planner.hardware import Machine
-from manta.service.planner.pipeline import StageTimes
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.92), (128, 64, 0.75), (64, 64, 0.55))
 """Rows and columns of a product's tile, and the rate of its inner loop relative to the largest: small tiles read more
@@ -198,27 +197,3 @@ class Passes:
     last_forward: Budget
     """What the last virtual stage has besides layers: final norm, logits, loss."""
     last_backward: Budget
-
-    def of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> StageTimes:
-        """Times of a virtual stage with `layers` layers, at one end of the model or both."""
-        return StageTimes(*(each.seconds for each in self.budgets_of_stage(layers, first, last, machine)))
-
-    def forward_of_stage(self, layers: int, first: bool, last: bool) -> Budget:
-        """The stage's forward, without waiting for the host."""
-        forward = Budget().plus(self.forward, layers)
-        if first:
-            forward = forward.plus(self.first_forward)
-        return forward.plus(self.last_forward) if last else forward
-
-    def budgets_of_stage(self, layers: int, first: bool, last: bool, machine: Machine) -> tuple[Budget, Budget, Budget]:
-        """The stage's forward and both halves of backward, broken down by what the time goes to."""
-        forward, backward = self.forward_of_stage(layers, first, last), Budget().plus(self.backward_input, layers)
-        if first:
-            backward = backward.plus(self.first_backward)
-        if last:
-            backward = backward.plus(self.last_backward)
-        weight = Budget().plus(self.backward_weight, layers)
-        if machine.gpu is not None and first and last:
-            forward.host = host_wait(machine, forward, backward, weight)
-            return forward, backward, weight
-        return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from manta.service.planner.communication import (
     Group,
@@ -15,16 +16,17 @@ from manta.service.planner.communication import (
     reduce_seconds,
 )
 from manta.service.planner.engine_passes import layer_time
-from manta.service.planner.frozen import FrozenPasses
 from manta.service.planner.hardware import HOST_COPY, Cluster, parts_of, with_threads
+from manta.service.planner.layer_kinds import StagePasses
 from manta.service.planner.layer_time import CAST_BOTH
-from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
-from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
+from manta.service.planner.operations import WIDE, Budget, host_wait, memory_seconds
+from manta.service.planner.pipeline import Pipeline, SharedCores
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import layer_matrices, padded_vocabulary, trained_parameters
+from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 from manta.workers.system.threads import decided_threads
 
@@ -86,35 +88,26 @@ class StepModel:
         spec: JobSpec,
         cluster: Cluster,
         software: Software = MANTA,
-        passes: Passes | None = None,
+        passes: StagePasses | None = None,
         parameters: int | None = None,
-        frozen: FrozenPasses | None = None,
     ):
-        """`passes`, `parameters` (of the rank that has most) and `frozen`: if known from an equal job."""
+        """`passes` and `parameters` (of the rank that has most): if known from an equal job."""
         self.spec, self.software = spec, software
         self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
-        self.passes = passes or self.layer.passes()
+        self.passes = passes or StagePasses(self.layer)
         self.parameters = parameters or max_trained_parameters(spec)
-        self._frozen = frozen or (FrozenPasses(self.layer, self.passes) if spec.train.frozen else None)
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
         layout = self.spec.layout
-        counts = layer_counts(self.spec.model.layers, layout)
-        last = len(counts) - 1
-        known: dict[tuple[int, int, bool, bool], StageTimes] = {}
-        stages, before = [], 0
-        for index, layers in enumerate(counts):
-            part, before = self.part_of(index), before + layers
-            key = id(part), layers, index == 0, index == last
-            if part._frozen is not None:
-                stages.append(part._frozen.times(range(before - layers, before), index == 0, index == last))
-                continue
-            if key not in known:
-                known[key] = StageTimes(*(each.seconds for each in self.budgets_of(index)))
-            stages.append(known[key])
+        ends = list(accumulate(layer_counts(self.spec.model.layers, layout), initial=0))
+        last = len(ends) - 2
+        stages = (
+            self.part_of(index).passes.times(range(*each), index == 0, index == last)
+            for index, each in enumerate(pairwise(ends))
+        )
         return Pipeline(
             layout.schedule,
             layout.pipeline,
@@ -130,9 +123,7 @@ class StepModel:
         layout, part = self.spec.layout, self.part_of(index)
         layers = layers_of(self.spec.model.layers, layout, index)
         ends = index == 0, index == layout.pipeline * layout.virtual_stages - 1
-        if part._frozen is not None:
-            return part._frozen.budgets(layers, *ends)
-        return part.passes.budgets_of_stage(len(layers), *ends, part.cluster.machine)
+        return part.passes.budgets(layers, *ends)
 
     def part_of(self, index: int) -> StepModel:
         """The model of the nodes that virtual stage `index` is on; here all nodes are alike."""
@@ -204,7 +195,7 @@ class StepModel:
         model, layout = self.spec.model, self.spec.layout
         if self.spec.train.fp8 == "off":
             return 0.0
-        elements = model.layers * sum(layer_matrices(model, layout.tensor).values())
+        elements = model.layers * sum(layer_table(model, layout.tensor).matrices.values())
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
     def full_model(self) -> tuple[Budget, Budget, Budget] | None:
@@ -319,7 +310,7 @@ class MixedStepModel(StepModel):
                 parts[type] = _Part(alone, part, engine_on(part.machine), parameters=most[type])
         self._stages = [parts[type] for type in types]
         self._parts = list(parts.values())
-        slowest = max(self._parts, key=lambda each: each.passes.forward.seconds)
+        slowest = max(self._parts, key=lambda each: each.passes.parts.forward.seconds)
         super().__init__(spec, slowest.cluster, slowest.software, slowest.passes, slowest.parameters)
 
     def part_of(self, index: int) -> StepModel:

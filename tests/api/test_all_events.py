@@ -1,11 +1,12 @@
 """GET /v1/events: what happened to all jobs, in one order, from where a reader stopped."""
 
 import json
+from functools import partial
 
 import pytest
 
 from manta.api.client import Client
-from manta.api.routes import all_events
+from manta.api.routes import events as route
 from manta.service.store import deletion, events
 from tests.api.test_sse_server import read_stream
 
@@ -111,20 +112,20 @@ def test_quiet_event_stream_repeats_no_event_after_its_keepalive(service, two, m
 
 def test_event_stream_advances_past_events_it_filters_out(service, two):
     newest = int(service.http.get("/v1/events").json()["items"][-1]["id"])
-    tail = all_events._Tail(service.store, None, "told", None)
-    assert tail.poll(0).position == newest
+    tail = partial(route._poll_all, service.store, None, "told", None)
+    assert tail(0).position == newest
     tell(service, two[0], "told", "a")
     tell(service, two[1], "kind_0", "b")
-    batch = tail.poll(newest)
+    batch = tail(newest)
     assert [json.loads(entry.data)["message"] for entry in batch.entries] == ["a"]
-    assert batch.position == newest + 2 == tail.poll(newest + 2).position
-    assert tail.poll(10**9).position == 10**9, "of a database that is older than the reader"
+    assert batch.position == newest + 2 == tail(newest + 2).position
+    assert tail(10**9).position == 10**9, "of a database that is older than the reader"
 
 
 def test_stream_that_is_far_behind_leaves_nothing_out(service, two, monkeypatch):
-    monkeypatch.setattr(all_events, "_STREAM_PAGE", 3)
-    tail, position, seen = all_events._Tail(service.store, None, None, None), 0, []
-    while (batch := tail.poll(position)).entries:
+    monkeypatch.setattr(route, "_STREAM_PAGE", 3)
+    tail, position, seen = partial(route._poll_all, service.store, None, None, None), 0, []
+    while (batch := tail(position)).entries:
         seen += [entry.id for entry in batch.entries]
         position = batch.position
     assert seen == [event["id"] for event in service.http.get("/v1/events").json()["items"]]

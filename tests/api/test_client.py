@@ -12,8 +12,7 @@ import pytest
 
 from manta.api.client import ApiError, AsyncClient, Client, ServiceUnreachable, calls, find_url
 from manta.api.client.retries import EventParser, ServerEvent
-from manta.api.streams.changes import MAX_WAIT_SECONDS
-from manta.api.streams.sse_server import KEEPALIVE_SECONDS
+from manta.api.streams import KEEPALIVE_SECONDS, MAX_WAIT_SECONDS
 from manta.service.settings import Settings
 from tests.api.support.silent_service import SilentService
 

@@ -16,9 +16,8 @@ from rich.console import Console
 
 from manta.api import schemas
 from manta.api.demo import __main__ as demo
-from manta.api.demo import failure as demo_replay
-from manta.api.demo.__main__ import SPEC, slots_where_gpus_are_scarce
-from manta.api.demo.failure import (
+from manta.api.demo.__main__ import (
+    SPEC,
     Comparison,
     Killed,
     NotRecovered,
@@ -27,8 +26,9 @@ from manta.api.demo.failure import (
     ReplayFailed,
     outcome_of,
     replay,
+    show,
+    slots_where_gpus_are_scarce,
 )
-from manta.api.demo.summary import show
 from manta.api.schemas import Cluster, Rank, Recovery
 from manta.service.cluster import ray_head
 from manta.service.cluster.placement import unit_of
@@ -119,7 +119,7 @@ def engine(monkeypatch):
             file.writelines(json.dumps({"step": s, **made.rows[s]}) + "\n" for s in range(11, last + 1))
         return subprocess.CompletedProcess(command, made.returncode, "", made.stderr)
 
-    monkeypatch.setattr(demo_replay.subprocess, "run", run)
+    monkeypatch.setattr(demo.subprocess, "run", run)
     return made
 
 
@@ -146,13 +146,13 @@ def test_replay_counts_a_missing_step_as_different(tmp_path, engine):
 
 
 def test_replay_counts_a_step_not_trained_again_as_different(tmp_path, engine, monkeypatch):
-    run = demo_replay.subprocess.run
+    run = demo.subprocess.run
 
     def ends_early(command, **about):
         at = command.index("--stop-after-step") + 1
         return run([*command[:at], "18", *command[at + 1 :]], **about)
 
-    monkeypatch.setattr(demo_replay.subprocess, "run", ends_early)
+    monkeypatch.setattr(demo.subprocess, "run", ends_early)
     assert replay(Job(tmp_path, ROWS), LAID_OUT, "job", 10, 20, tmp_path / "replay").differing == (19, 20)
 
 
@@ -190,7 +190,9 @@ class Client:
 
     def checkpoints(self, job_id):
         newest, older = (
-            schemas.Checkpoint(id=str(step), step=step, state=state, path=f"/srv/saved/{step}", bytes=1, created_at=NOW)
+            schemas.Checkpoint(
+                id=str(step), step=step, state=state, path=f"{demo.ROOT}/saved/{step}", bytes=1, created_at=NOW
+            )
             for step, state in ((20, self._state), (10, "complete"))
         )
         return SimpleNamespace(items=[newest, older])
@@ -204,7 +206,7 @@ def said(client=None, outcome=OUTCOME, same_bits=None, **changes):
         "finished_at": NOW, "metrics": schemas.LatestMetrics(latest={"validation_loss": 4.125}),
     }  # fmt: skip
     console = Console(file=io.StringIO(), width=200)
-    show(console, client or Client(), schemas.Job(**{**values, **changes}), outcome, same_bits, Path("/srv"))
+    show(console, client or Client(), schemas.Job(**{**values, **changes}), outcome, same_bits)
     lines = console.file.getvalue().splitlines()
     return {line.split("│")[1].strip(): line.split("│")[2].strip() for line in lines if "│" in line}, lines
 

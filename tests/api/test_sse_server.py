@@ -12,13 +12,12 @@ import httpx
 import pytest
 from sqlalchemy.exc import OperationalError
 
+from manta.api import streams as sse
 from manta.api.app_state import attach_state
 from manta.api.routes import events as events_route
 from manta.api.routes import logs
 from manta.api.security.rate_limits import CallerLimits
-from manta.api.streams import sse_server
-from manta.api.streams.changes import Changes, Watched
-from manta.api.streams.sse_server import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Entry
+from manta.api.streams import AWAY_SECONDS, KEEPALIVE_SECONDS, PRESENCE_SECONDS, Batch, Changes, Entry, Watched
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.states import JobState
 from manta.service.store import deletion, events, jobs
@@ -219,12 +218,12 @@ def said_by_a_stream(monkeypatch, seconds, news, revoked_after=math.inf, away=ra
     async def listen():
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                async for part in sse_server.stream(OpenRequest(), look, 0, Watched("job")).body_iterator:
+                async for part in sse.stream(OpenRequest(), look, 0, Watched("job")).body_iterator:
                     said.append((loop.time(), part.decode()))
 
     attach_state(OpenRequest.app, shared)
-    monkeypatch.setattr(sse_server, "begin_stream", lambda request: None)
-    monkeypatch.setattr(sse_server, "is_still_authorized", still_authorized)
+    monkeypatch.setattr(sse, "begin_stream", lambda request: None)
+    monkeypatch.setattr(sse, "is_still_authorized", still_authorized)
     loop.run_until_complete(listen())
     ended = loop.time()
     for task in asyncio.all_tasks(loop):
@@ -256,7 +255,7 @@ def test_event_stream_survives_a_database_outage(monkeypatch):
 
 
 def test_open_event_streams_are_cheap_and_notice_that_their_client_left(service, monkeypatch):
-    left, looks, looked = threading.Semaphore(0), [], sse_server.LongReads.run
+    left, looks, looked = threading.Semaphore(0), [], sse.LongReads.run
 
     async def counted(self, read):
         looks.append(read)
@@ -267,7 +266,7 @@ def test_open_event_streams_are_cheap_and_notice_that_their_client_left(service,
         end(limits, key_id)
 
     end = CallerLimits.end_stream
-    monkeypatch.setattr(sse_server.LongReads, "run", counted)
+    monkeypatch.setattr(sse.LongReads, "run", counted)
     monkeypatch.setattr(CallerLimits, "end_stream", without)
     job = service.submit()
     clients = [httpx.Client(base_url=service.url, timeout=20, headers=bearer(ADMIN)) for _ in range(60)]

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from manta.api import threads
+from manta.api import planning, threads
 from manta.api.caches import RenderedPages
-from manta.api.routes import job_plan, jobs, plans
+from manta.api.routes import history, jobs, plans
 from manta.api.security.rate_limits import CallerLimits
 from manta.api.threads import LONG_READS
 from manta.service.cluster.errors import ClusterUnavailable
@@ -73,8 +73,8 @@ def test_slow_operations_do_not_block_other_requests(service, monkeypatch, ask):
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
                         *((FakeControl, name) for name in ("cluster", "drain", "undrain", "waits", "stack")),
                         (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"),
-                        (jobs, "plan_of_layout"), (jobs, "with_shape_of_weights"),
-                        (job_plan, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
+                        (jobs, "plan_of_layout"), (planning, "with_shape_of_weights"),
+                        (history, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
     job = service.submit()
     monkeypatch.setattr(CallerLimits, "begin_request", begin)
@@ -121,7 +121,7 @@ def test_submission_on_a_hanging_file_system_gets_503_and_one_without_files_succ
             assert go_on.wait(SECONDS)
         return document
 
-    monkeypatch.setattr(jobs, "with_shape_of_weights", stand_still)
+    monkeypatch.setattr(planning, "with_shape_of_weights", stand_still)
     with monkeypatch.context() as patch, ThreadPoolExecutor(threads.FILES) as pool:
         patch.setattr(threads, "FILE_SECONDS", 0.01)
         asked = [pool.submit(service.http.post, "/v1/jobs", json=weights) for _ in range(threads.FILES)]

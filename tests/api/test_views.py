@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from manta.api import views
+from manta.api import schemas, views
+from manta.api.schemas import access as access_schemas
 from manta.service.cluster.sizes import layout_in_use
 from manta.service.identity import Identity, Scope
 from manta.service.ledger import Ledger
 from manta.service.logs.pages import LogLine
-from manta.service.removal import Deletion, RemovedFiles
 from manta.service.states import JobState
 from manta.service.store import generations, installation_tables, jobs, metrics, tables
 from manta.workers.config import JobSpec, ParallelConfig
@@ -80,15 +80,13 @@ def test_recovery_is_shown_with_its_causes_and_its_phases():
     assert list(answer["seconds"].values()) == [1.0, 2.0, 7.0, 5.0, 6.0]
 
 
-def test_ledger_log_line_and_deletion_views_show_all_fields():
+def test_ledger_and_log_line_views_show_all_fields():
     seconds = {"queue": 10.0, "pause": 20.0, "compute": 35.0}
     ledger = shown(views.ledger_view(Ledger(1000.0, 1100.0, True, seconds)))
     assert (ledger["seconds"], ledger["wall_seconds"], ledger["goodput"]) == (seconds, 100.0, 0.5)
     assert (ledger["closed"], ledger["began_at"], ledger["until"]) == (True, moment(1000.0), moment(1100.0))
-    line = shown(views.log_view(LogLine(1.0, 2, 3, "stderr", "text", 4)))
+    line = shown(views.answer(schemas.LogLine, LogLine(1.0, 2, 3, "stderr", "text", 4)))
     assert line == {"time": moment(1.0), "rank": 2, "generation": 3, "stream": "stderr", "text": "text", "level": None}
-    gone = shown(views.deletion_view("job_1", Deletion({"events": 1}, RemovedFiles(checkpoints=2, logs=3, bytes=4))))
-    assert gone == {"id": "job_1", "rows": {"events": 1}, "checkpoints": 2, "logs": 3, "bytes": 4}
 
 
 def test_key_and_audit_views_show_all_fields_but_the_secret():
@@ -96,7 +94,7 @@ def test_key_and_audit_views_show_all_fields_but_the_secret():
     held["highest_priority"] = 5
     key = installation_tables.ApiKey(digest="secret", created_at=1.0, expires_at=2.0, revoked_at=3.0, **held)
     times = {"created_at": moment(1.0), "expires_at": moment(2.0), "revoked_at": moment(3.0)}
-    assert shown(views.key_view(key)) == {**held, **times}
+    assert shown(views.answer(access_schemas.ApiKey, key)) == {**held, **times}
     who = Identity("k", "laptop", "ada", "theirs", Scope.READ, installation=True, highest_priority=5)
     me = shown(views.me_view(who, browser=False))
     assert me == {"key": "k", "key_name": "laptop", "browser": False} | {

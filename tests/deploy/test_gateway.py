@@ -13,8 +13,7 @@ import urllib.request
 import pytest
 
 from manta.api.security.request_guard import OwnAddresses, refusal
-from manta.api.streams.changes import MAX_WAIT_SECONDS
-from manta.api.streams.sse_server import KEEPALIVE_SECONDS
+from manta.api.streams import KEEPALIVE_SECONDS, MAX_WAIT_SECONDS
 from manta.api.threads import FILE_SECONDS
 from tests.deploy import compose_file
 from tests.deploy.compose_file import ROOT

@@ -15,68 +15,86 @@ from itertools import accumulate
 
 from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action import Action
 from manta.workers.schedules.stages import layers_of
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table
 from manta.workers.spec.parameters import (
-    TOKEN_EMBEDDING,
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
     needs_gradient,
+    output_weight,
     parameter_names,
-    trained_in_layer,
 )
 
+LAYER_INPUT = "attention_norm_input"
+"""Name of the tensor with which a layer begins: the residual stream."""
 WIDE = 4
 """Bytes of an fp32 element that kernels keep in addition to 16-bit activations: statistics of norms, log-sums of
 softmax. (On a CPU, statistics have the activations' precision.)"""
 
 
-def layer_terms(spec: JobSpec, modules: Collection[str] = ()) -> dict[str, int]:
-    """Bytes of every tensor that one layer keeps of one full micro-batch, if `modules` are recomputed."""
-    model, t = spec.model, spec.layout.tensor
-    h, width = model.hidden_size, width_of(spec)
-    tokens, outside = tokens_of(spec)
-    inner = tokens * model.ffn_size // t * width
-    terms = {
-        "attention_norm_input": outside * h * width,
-        "attention_norm_statistics": _statistics(model) * outside * WIDE,
-        "mlp_norm_input": outside * h * width,
-        "mlp_norm_statistics": _statistics(model) * outside * WIDE,
-        "queries_keys_values": tokens * (_heads(spec) + value_heads_of(spec)) * model.head_size * width,
-        "context": tokens * model.attention_width // t * width,
-        "mlp_inner": 2 * inner if model.parts.gated_mlp else inner,
-    }
-    if model.parts.query_key_norm:
-        terms["normed_queries_keys"] = tokens * _heads(spec) * model.head_size * width
-        terms["query_key_norm_statistics"] = tokens * _heads(spec) * WIDE
-        if spec.data.documents == "apart" and not spec.attention_is_explicit:
-            # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
-            terms["values_by_document"] = tokens * value_heads_of(spec) * model.head_size * width
-    if "norm" not in modules:
-        terms |= {"attention_norm_output": outside * h * width, "mlp_norm_output": outside * h * width}
-    if "mlp_activation" not in modules:
-        terms["mlp_activation"] = inner
-    if model.dropout > 0:
-        terms |= {"attention_dropout_mask": outside * h, "mlp_dropout_mask": outside * h}
-    return terms | core_attention_terms(spec, "core_attention" in modules)
+def layer_terms(spec: JobSpec, layer: int = 0, modules: Collection[str] = (), repeats: bool = False) -> dict[str, int]:
+    """Bytes of every tensor that a layer saves of one full micro-batch, by name, if `modules` are recomputed.
+    `repeats`: core attention takes copies of keys and values, one for each head, and saves these."""
+    blocks = layer_table(spec.model, spec.layout.tensor, layer).blocks
+    return {name: size for block in blocks for name, size in block_terms(spec, layer, block, modules, repeats).items()}
 
 
-def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
-    """What core attention keeps in addition to its inputs and its result."""
-    model, width = spec.model, width_of(spec)
-    heads = spec.train.micro_batch_size * model.heads // spec.layout.tensor
+def block_terms(
+    spec: JobSpec, layer: int, block: Block, modules: Collection[str], repeats: bool = False
+) -> dict[str, int]:
+    """The part of `layer_terms` that one block saves."""
+    terms: dict[str, int] = {}
+    width, tokens = width_of(spec), tokens_of(spec)
+    frozen = frozen_by_layer(spec)[layer] if spec.train.frozen else frozenset[str]()
+
+    def save(*tensors: Tensor) -> None:
+        for each in tensors:
+            if each.recomputed_by not in modules:
+                saved = each.part_of or each
+                terms[saved.name] = width * tokens[saved.own] * saved.columns
+
+    for operation in block.operations:
+        match operation:
+            case Norm(x=x, groups=groups, statistics=statistics):
+                save(x)
+                terms |= dict.fromkeys(statistics, WIDE * groups * tokens[x.own])
+            case Products(x=x, weights=weights):
+                if any(f"{each.name}.weight" not in frozen for each in weights):
+                    save(x)
+            case Attention(queries=queries, keys_values=keys_values, y=y, normed=normed):
+                apart, recompute = spec.data.documents == "apart", "core_attention" in modules
+                save(queries, *(() if repeats else keys_values))
+                if repeats:
+                    terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
+                if not (spec.attention_is_explicit or recompute or apart):
+                    save(y)  # in any case, which is what the next product saves for its trained weight
+                if not spec.attention_is_explicit and apart and normed:
+                    # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
+                    terms["values_by_document"] = width * tokens[False] * operation.keys
+                terms |= attention_terms(spec, operation, recompute)
+            case Activation(xs=xs):
+                save(*xs)
+    if block.dropout:
+        terms[block.mask] = tokens[True] * spec.model.hidden_size
+    return terms
+
+
+def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False) -> dict[str, int]:
+    """Bytes of what core attention saves in addition to its inputs and its result."""
+    model, width, heads = spec.model, width_of(spec), spec.train.micro_batch_size * attention.heads
     if not spec.attention_is_explicit:
         if recompute:
             return {}
-        kept = {"log_sums": heads * model.sequence_length * WIDE}
+        terms = {"log_sums": WIDE * heads * model.sequence_length}
         if spec.data.documents == "apart":  # each document's result in addition to that of the whole row
-            kept["context_by_document"] = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width
-        return kept
+            terms["context_by_document"] = bytes_of(spec, attention.y)
+        return terms
     terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
     if recompute:
         return terms
@@ -87,48 +105,9 @@ def core_attention_terms(spec: JobSpec, recompute: bool) -> dict[str, int]:
     return terms
 
 
-def _statistics(model: ModelConfig) -> int:
-    """Numbers that a norm keeps per row: the inverse deviation, and the mean if it centres."""
-    return 1 if model.parts.rms_norm else 2
-
-
-def value_heads_of(spec: JobSpec) -> int:
-    """Key-value heads of a rank."""
-    return max(1, spec.model.key_value_heads // spec.layout.tensor)
-
-
-def _heads(spec: JobSpec) -> int:
-    """Heads of queries and of keys on a rank."""
-    return spec.model.heads // spec.layout.tensor + value_heads_of(spec)
-
-
-def unsaved_terms(spec: JobSpec, layer: int) -> set[str]:
-    """Names of `layer_terms` that are not kept, since only the gradients of frozen weights would need them."""
-    if not spec.train.frozen:
-        return set()
-    trained = trained_in_layer(spec, layer)
-
-    def all_frozen(*names: str) -> bool:
-        return trained.isdisjoint(f"{name}.weight" for name in names)
-
-    terms = {
-        "attention_norm_output": all_frozen("attention.qkv", "attention.q", "attention.kv"),
-        "mlp_norm_output": all_frozen("mlp.up", "mlp.gate"),
-        "mlp_activation": all_frozen("mlp.down"),
-        # The fused kernels keep it themselves.
-        "context": spec.attention_is_explicit and all_frozen("attention.output"),
-    }
-    return {name for name, frozen in terms.items() if frozen}
-
-
-def layer_bytes(spec: JobSpec, modules: Collection[str] = ()) -> int:
-    """Bytes that one layer keeps of one full micro-batch, if `modules` are recomputed."""
-    return sum(layer_terms(spec, modules).values())
-
-
-def layer_input_bytes(spec: JobSpec) -> int:
-    """Bytes that a layer keeps if it is recomputed as a whole."""
-    return tokens_of(spec)[1] * spec.model.hidden_size * width_of(spec)
+def bytes_of(spec: JobSpec, tensor: Tensor) -> int:
+    """Bytes of a tensor of a full micro-batch."""
+    return width_of(spec) * tokens_of(spec)[tensor.own] * tensor.columns
 
 
 def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
@@ -136,13 +115,12 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     applies to. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
-    modules = layout.recompute_modules if policy == "selective" else ()
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
     total, layers = 0, layers_of(model.layers, layout, index)
     kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
         for layer, times in _alike(spec, layers[place::kinds], first):
-            terms = saved_terms(spec, layer, policy, modules)
+            terms = saved_terms(spec, layer, policy)
             total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0 and model.dropout > 0:
         # The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
@@ -165,12 +143,11 @@ def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]
     return known.values()
 
 
-def saved_terms(spec: JobSpec, layer: int, policy: str, modules: Collection[str]) -> dict[str, int]:
+def saved_terms(spec: JobSpec, layer: int, policy: str) -> dict[str, int]:
     """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
-        return {"attention_norm_input": layer_input_bytes(spec)}
-    dropped = unsaved_terms(spec, layer)
-    return {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
+        return {LAYER_INPUT: tokens_of(spec)[True] * spec.model.hidden_size * width_of(spec)}
+    return layer_terms(spec, layer, spec.layout.recompute_modules if policy == "selective" else ())
 
 
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
@@ -182,26 +159,8 @@ def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> l
     if not layout.offload_layers or not is_offloaded(place, len(layers), layout.offload_layers):
         return []
     begins = layers[place] == first_trained_layer(spec.model, spec.train.frozen)
-    stays = "attention_norm_input" if begins or (place == 0 and index > 0) else ""
-    return [
-        size
-        for name, term in terms.items()
-        if name != stays
-        for size in _tensors(spec, name, term)
-        if size >= recompute_policy.OFFLOADED_BYTES
-    ]
-
-
-def _tensors(spec: JobSpec, name: str, size: int) -> tuple[int, ...]:
-    """Bytes of the tensors that make up one of the `layer_terms`."""
-    model = spec.model
-    if name == "repeated" or (name == "mlp_inner" and model.parts.gated_mlp):
-        return size // 2, size // 2
-    of_grouped = name == "queries_keys_values" and model.key_value_heads != model.heads
-    if not of_grouped and name != "normed_queries_keys":
-        return (size,)
-    queries = tokens_of(spec)[0] * model.attention_width // spec.layout.tensor * width_of(spec)
-    return queries, size - queries
+    stays = LAYER_INPUT if begins or (place == 0 and index > 0) else ""
+    return [size for name, size in terms.items() if name != stays and size >= recompute_policy.OFFLOADED_BYTES]
 
 
 def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
@@ -217,13 +176,12 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
     def of_pass(action: Action) -> int:
         index = indices[action.chunk]
         policy = layout.recompute if (action.micro_batch, action.chunk) in again else "none"
-        modules = layout.recompute_modules if policy == "selective" else ()
         layers = enumerate(layers_of(spec.model.layers, layout, index))
         return sum(
             1 << (size - 1).bit_length()
             for place, layer in layers
             if layer >= first
-            for size in offloaded(spec, index, place, saved_terms(spec, layer, policy, modules))
+            for size in offloaded(spec, index, place, saved_terms(spec, layer, policy))
         )
 
     signs = {"forward": 1, "backward": -1, "backward_input": -1}
@@ -239,17 +197,12 @@ def output_bytes(spec: JobSpec) -> int:
     reached = first_trained_layer(model, spec.train.frozen) < model.layers
     inputs = 0
     if reached or not {name for name in parameter_names(model) if name.startswith("final_norm.")} <= frozen:
-        inputs += vector + outside * _statistics(model) * WIDE
+        inputs += vector + outside * (1 if model.parts.rms_norm else 2) * WIDE
     if spec.train.head_tokens:  # logits are made in backward
         return inputs + vector
     if output_weight(model) not in frozen:
         inputs += vector
     return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
-
-
-def output_weight(model: ModelConfig) -> str:
-    """Name of the weight that produces the logits."""
-    return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
@@ -308,14 +261,13 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
 
 def deferred_layer_bytes(spec: JobSpec) -> int:
     """The part of `deferred_bytes` that one layer holds."""
-    model, t, h = spec.model, spec.layout.tensor, spec.model.hidden_size
-    tokens, outside = tokens_of(spec)
-    inner = model.ffn_size // t
-    own = outside * h if spec.layout.sequence_parallel_on else 0  # in addition to the whole
-    heads = (_heads(spec) + value_heads_of(spec)) * model.head_size
-    attention = own + outside * h + tokens * (heads + model.attention_width // t + h)
-    mlp = own + outside * h + tokens * (inner * (3 if model.parts.gated_mlp else 2) + h)
-    return width_of(spec) * (attention + mlp)
+    total = 0
+    for each in layer_table(spec.model, spec.layout.tensor).products:
+        results = each.ys
+        if each.sums:  # the gradient of the sum is gathered
+            results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
+        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
+    return total
 
 
 def tokens_of(spec: JobSpec) -> tuple[int, int]:

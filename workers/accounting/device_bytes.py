@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from manta.workers.accounting.activation_bytes import bytes_of_rank, tokens_of
 from manta.workers.accounting.flops import (
     frozen_parameters_of_rank,
-    key_value_copies,
     layers_of_rank,
     padded_vocabulary,
     parameters_of_rank,
@@ -31,6 +30,7 @@ from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action_lists import training_actions
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 WIDE = 4
@@ -154,8 +154,5 @@ def _tail(spec: JobSpec, stage: int) -> int:
     elements = padded_vocabulary(spec) // layout.tensor * h if is_shared else 0
     if 0 in stages and not model.parts.rotary:
         elements += model.sequence_length * h
-    copies = key_value_copies(model, layout.tensor)
-    if copies > 1:
-        values = 2 * model.key_value_heads * model.head_size * copies // layout.tensor
-        elements += layers_of_rank(spec, stage) * values * h
-    return elements
+    copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)
+    return elements + layers_of_rank(spec, stage) * sum(copied)

@@ -26,6 +26,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
 
 from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
@@ -33,12 +36,13 @@ from manta.workers.parallel.data.tree_sum import buffers
 from manta.workers.parallel.recompute import recomputed
 from manta.workers.schedules.action_lists import training_actions
 from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
+from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
-    TOKEN_EMBEDDING,
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
+    output_weight,
     padded_rows,
+    parameters_of_ends,
 )
 
 
@@ -62,9 +66,42 @@ def parameter_count(spec: JobSpec) -> int:
     """Parameters of the whole model, frozen ones included, without padding. For GPT with multi-head attention, f = 4 h,
     biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
     2 h."""
-    model, h = spec.model, spec.model.hidden_size
-    tables = spec.vocabulary_size * (1 if model.tie_embeddings else 2) + _learned_positions(model)
-    return model.layers * _layer_parameters(model, 1) + tables * h + _norm_parameters(model)
+    counts = parameter_counts(spec.model, 1, spec.vocabulary_size)
+    return counts.before[-1] + counts.both
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters on one tensor rank."""
+
+    before: tuple[int, ...]
+    """Those of all layers before each layer, and at the end those of all layers."""
+    first: int
+    """What a rank that has the model's beginning has besides layers."""
+    last: int
+    """What a rank that has the model's end has besides layers."""
+    both: int
+    """What a rank that has both has besides layers."""
+
+    def minus(self, other: ParameterCounts) -> ParameterCounts:
+        """Those of this that are not among the other's."""
+        before = tuple(map(sub, self.before, other.before))
+        return ParameterCounts(before, *map(sub, self[1:], other[1:]))
+
+
+@lru_cache(maxsize=64)
+def parameter_counts(
+    model: ModelConfig, tensor: int, rows: int, names: frozenset[str] | None = None
+) -> ParameterCounts:
+    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there."""
+
+    def count(sizes: dict[str, int], prefix: str = "") -> int:
+        return sum(size for name, size in sizes.items() if names is None or prefix + name in names)
+
+    layers = (count(layer_table(model, tensor, layer).parameters, f"layers.{layer}.") for layer in range(model.layers))
+    ends = ((True, False), (False, True), (True, True))
+    return ParameterCounts(
+        tuple(accumulate(layers, initial=0)), *(count(parameters_of_ends(model, rows, *each)) for each in ends)
+    )
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
@@ -83,56 +120,10 @@ def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
 
 
-def frozen_of_layers(spec: JobSpec) -> tuple[int, ...]:
-    """Parameters of each layer that are not trained, on one tensor rank."""
-    sizes, by_layer = _layer_sizes(spec.model, spec.layout.tensor), frozen_by_layer(spec)
-    of_kind = {names: sum(sizes[name] for name in names) for names in set(by_layer)}
-    return tuple(of_kind[names] for names in by_layer)
-
-
-def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
-    frozen, model = frozen_names(spec), spec.model
-    if not frozen:
-        return 0
-    indices, count = stages_on_rank(spec, rank), spec.layout.pipeline * spec.layout.virtual_stages
-    first, last, of_layers = 0 in indices, count - 1 in indices, frozen_of_layers(spec)
-    total = sum(of_layers[layer] for index in indices for layer in layers_of(model.layers, spec.layout, index))
-    table = padded_vocabulary(spec) // spec.layout.tensor * model.hidden_size
-    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
-    tables = ([TOKEN_EMBEDDING] if first else []) + ([output] if last else [])
-    if model.tie_embeddings and first and last:
-        tables = [TOKEN_EMBEDDING]
-    total += table * sum(name in frozen for name in tables)
-    if first and "embedding.position.weight" in frozen:
-        total += model.sequence_length * model.hidden_size
-    return total + last * model.hidden_size * sum(f"final_norm.{part}" in frozen for part in ("weight", "bias"))
-
-
 def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:
     """Virtual stages of a pipeline rank, one for each chunk."""
     layout = spec.layout
     return stages_of_rank(layout.schedule, layout.pipeline, layout.virtual_stages, rank)
-
-
-def _layer_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements of each parameter that a layer may have, on one of `tensor` ranks, by its name within the layer."""
-    h, width = model.hidden_size, model.attention_width
-    kv_width = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    columns = {"qkv": width + kv_width, "q": width, "kv": kv_width}
-    sizes = {f"attention.{name}.weight": wide // tensor * h for name, wide in columns.items()}
-    sizes |= {f"attention.{name}.bias": wide // tensor for name, wide in columns.items()}
-    sizes |= {f"mlp.{name}.weight": model.ffn_size // tensor * h for name in ("up", "gate", "down")}
-    sizes |= {f"mlp.{name}.bias": model.ffn_size // tensor for name in ("up", "gate")}
-    sizes |= {"attention.output.weight": width // tensor * h, "attention.output.bias": h, "mlp.down.bias": h}
-    sizes |= {f"attention.{name}_norm.weight": model.head_size for name in "qk"}
-    return sizes | {f"{block}_norm.{part}": h for block in ("attention", "mlp") for part in ("weight", "bias")}
-
-
-def layer_matrices(model: ModelConfig, tensor: int) -> dict[str, int]:
-    """Elements of the weights of a layer's linear layers on one of `tensor` ranks, by their names in the layer."""
-    sizes = _layer_sizes(model, tensor)
-    return {name: sizes[name] for name in _products(model, 1)}
 
 
 def layers_of_rank(spec: JobSpec, rank: int) -> int:
@@ -141,15 +132,19 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
     return sum(counts[index] for index in stages_on_rank(spec, rank))
 
 
-def parameters_of_rank(spec: JobSpec, rank: int) -> int:
-    """Parameters of pipeline rank `rank`, on one tensor rank."""
-    model, layout, h = spec.model, spec.layout, spec.model.hidden_size
-    count = layout.pipeline * layout.virtual_stages
-    indices, layers = stages_on_rank(spec, rank), layers_of_rank(spec, rank)
-    first, last = 0 in indices, count - 1 in indices
-    rows = int(first) + int(last) - int(first and last and model.tie_embeddings)
-    total = layers * _layer_parameters(model, layout.tensor) + rows * padded_vocabulary(spec) // layout.tensor * h
-    return total + first * _learned_positions(model) * h + last * _norm_parameters(model)
+def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = None) -> int:
+    """Parameters of pipeline rank `rank`, on one tensor rank, or only those in `names`."""
+    layout, indices = spec.layout, stages_on_rank(spec, rank)
+    counts = parameter_counts(spec.model, layout.tensor, padded_vocabulary(spec) // layout.tensor, names)
+    layers = [layers_of(spec.model.layers, layout, index) for index in indices]
+    total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
+    first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
+    return total + (counts.both if first and last else first * counts.first + last * counts.last)
+
+
+def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
+    """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
+    return parameters_of_rank(spec, rank, frozen_names(spec)) if spec.train.frozen else 0
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
@@ -164,29 +159,6 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
         shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
         most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])
     return most
-
-
-def _layer_parameters(model: ModelConfig, tensor: int) -> int:
-    """Parameters of one layer on one of `tensor` ranks."""
-    h, f, width, bias = model.hidden_size, model.ffn_size, model.attention_width, int(model.bias)
-    key_values = 2 * model.key_value_heads * model.head_size * key_value_copies(model, tensor)
-    mlp_inputs = 2 if model.parts.gated_mlp else 1  # matrices of the MLP that read the residual stream
-    rows, columns = (width + key_values + mlp_inputs * f) // tensor, (width + f) // tensor
-    head_norms = 2 * model.head_size if model.parts.query_key_norm else 0
-    return rows * (h + bias) + columns * h + 2 * bias * h + 2 * _norm_parameters(model) + head_norms
-
-
-def _norm_parameters(model: ModelConfig) -> int:
-    return (1 if model.parts.rms_norm else 1 + int(model.bias)) * model.hidden_size
-
-
-def _learned_positions(model: ModelConfig) -> int:
-    return 0 if model.parts.rotary else model.sequence_length
-
-
-def key_value_copies(model: ModelConfig, tensor: int) -> int:
-    """Tensor ranks that hold, and compute, the same key-value head."""
-    return max(1, tensor // model.key_value_heads)
 
 
 def padded_vocabulary(spec: JobSpec) -> int:
@@ -209,37 +181,34 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
     (arXiv:2205.05198, eq. 7) with GPT's MLP.
     """
     model = spec.model
-    dense = model.layers * _layer_products(model, 1) + _logits(model, spec.vocabulary_size)
+    dense = _layers_products(model, 1, range(model.layers)) + _logits(model, spec.vocabulary_size)
     return dense, sum(core_attention_forward(model, model.window(layer)) for layer in range(model.layers))
 
 
-def _layer_products(model: ModelConfig, copies: int) -> int:
-    """Forward FLOPs of one sequence in one layer without core attention; every key-value head counts `copies` times."""
-    return sum(_products(model, copies).values())
+def _products(model: ModelConfig, tensor: int, layer: int) -> dict[str, int]:
+    """Forward FLOPs of one sequence in a layer without core attention, by the name of the weight in the layer, on all
+    of `tensor` ranks, which may compute copies of key-value heads."""
+    matrices = layer_table(model, tensor, layer).matrices
+    return {name: 2 * model.sequence_length * tensor * elements for name, elements in matrices.items()}
 
 
-def _products(model: ModelConfig, copies: int) -> dict[str, int]:
-    """Forward FLOPs of one sequence in one layer without core attention, by the name of the weight in the layer; every
-    key-value head is computed `copies` times."""
-    width, key_values = model.attention_width, 2 * model.key_value_heads * model.head_size * copies
-    columns = {"q": width, "kv": key_values} if model.key_value_heads != model.heads else {"qkv": width + key_values}
-    by_name = {f"attention.{name}.weight": wide for name, wide in (columns | {"output": width}).items()}
-    inner = ("gate", "up", "down") if model.parts.gated_mlp else ("up", "down")
-    by_name |= {f"mlp.{name}.weight": model.ffn_size for name in inner}
-    return {name: 2 * model.sequence_length * model.hidden_size * wide for name, wide in by_name.items()}
+def _layers_products(model: ModelConfig, tensor: int, layers: range) -> int:
+    """Forward FLOPs of one sequence in several layers, as in `_products`."""
+    return sum(sum(_products(model, tensor, layer).values()) for layer in layers)
 
 
-def _backward(spec: JobSpec, copies: int, vocabulary: int) -> int:
+def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
     """Backward FLOPs of one sequence without core attention: the gradients of inputs, from the first layer that they
     reach, and of trained weights."""
-    model, frozen = spec.model, frozen_names(spec)
-    products, reached = _products(model, copies), _reached_layers(spec)
-    inputs = len(reached) * sum(products.values()) + _logits(model, vocabulary)
-    output = TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
+    model, frozen, reached = spec.model, frozen_names(spec), _reached_layers(spec)
+    inputs = _layers_products(model, tensor, reached) + _logits(model, vocabulary)
     if not frozen:
         return 2 * inputs
-    weights = [size for layer in reached for name, size in products.items() if f"layers.{layer}.{name}" not in frozen]
-    return inputs + sum(weights) + (0 if output in frozen else _logits(model, vocabulary))
+    products = (
+        (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(model, tensor, layer).items()
+    )
+    weights = sum(size for name, size in products if name not in frozen)
+    return inputs + weights + (0 if output_weight(model) in frozen else _logits(model, vocabulary))
 
 
 def _reached_layers(spec: JobSpec) -> range:
@@ -253,21 +222,20 @@ def _logits(model: ModelConfig, vocabulary: int) -> int:
 
 def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     """FLOPs of one step over `sequences` (default: the global batch)."""
-    model, layout = spec.model, spec.layout
+    model, layout, t = spec.model, spec.layout, spec.layout.tensor
     batch = spec.train.global_batch_size if sequences is None else sequences
     dense, attention = forward_flops(spec)
-    copied = _layer_products(model, key_value_copies(model, layout.tensor))
-    computed = model.layers * copied + _logits(model, padded_vocabulary(spec))
+    computed = _layers_products(model, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
     passes, reached = recomputed_layer_passes(spec, batch), _reached_layers(spec)
     core = core_attention_forward(model)
     computed_attention = (model.layers + 2 * len(reached)) * core
     attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
     dense += _backward(spec, 1, spec.vocabulary_size)
-    computed += _backward(spec, key_value_copies(model, layout.tensor), padded_vocabulary(spec))
+    computed += _backward(spec, t, padded_vocabulary(spec))
     again_dense = again_attention = again_paper = 0
     if layout.recompute == "full":
-        again_dense, again_attention = passes * copied, passes * core
-        again_paper = passes * (_layer_products(model, 1) + core)
+        again_dense, again_attention = passes * _layers_products(model, t, range(1)), passes * core
+        again_paper = passes * (_layers_products(model, 1, range(1)) + core)
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
         again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core

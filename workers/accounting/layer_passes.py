@@ -11,34 +11,31 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from manta.workers.accounting.activation_bytes import (
-    WIDE,
-    core_attention_terms,
-    layer_terms,
-    tokens_of,
-    unsaved_terms,
-    value_heads_of,
-    width_of,
-)
-from manta.workers.accounting.flops import layer_matrices, layers_of_rank
+from manta.workers.accounting.activation_bytes import WIDE, attention_terms, block_terms, bytes_of, tokens_of, width_of
+from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
+from manta.workers.spec.layer_table import (
+    Activation,
+    Attention,
+    Block,
+    Norm,
+    Operation,
+    Products,
+    Rotary,
+    Tensor,
+    Weight,
+    layer_table,
+)
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
 
-LEAVING = {"mlp_activation": ("mlp.down.weight",), "context": ("attention.output.weight",)}
-ENTERING = {
-    "mlp_norm": ("mlp.gate.weight", "mlp.up.weight"),
-    "attention_norm": ("attention.qkv.weight", "attention.q.weight", "attention.kv.weight"),
-}
-"""Weights of the products that take each of these inputs."""
-
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of the tensors that a rank creates in a layer."""
+    """Bytes of the residual stream in its several forms."""
 
     width: int
     """Bytes of an element."""
@@ -50,32 +47,18 @@ class Sizes:
     """The copy of the whole residual stream that is gathered for a product; 0 if a rank has all of it anyway."""
     in_chunks: int
     """The part of such a copy, or of a sum before it is scattered, that exists at once in forward: two chunks."""
-    context: int
-    """The output of attention; as large as the queries."""
-    keys: int
-    """The keys; as large as the values."""
-    inner: int
-    """The inner width of the MLP; with gates there are two such tensors."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> Sizes:
         """The sizes for a rank of the job `spec`."""
-        model, t, width = spec.model, spec.layout.tensor, width_of(spec)
+        model, width = spec.model, width_of(spec)
         tokens, outside = tokens_of(spec)
-        full, context = width * tokens * model.hidden_size, width * tokens * model.attention_width // t
+        full = width * tokens * model.hidden_size
         gathered = full if spec.layout.sequence_parallel_on else 0
-        rows = max(1, model.sequence_length // t)
+        rows = max(1, model.sequence_length // spec.layout.tensor)
         of_chunk = -(-rows // min(rows, spec.layout.forward_chunks))
-        return cls(
-            width,
-            full,
-            residual=width * outside * model.hidden_size,
-            gathered=gathered,
-            in_chunks=gathered * min(rows, 2 * of_chunk) // rows,
-            context=context,
-            keys=width * tokens * value_heads_of(spec) * model.head_size,
-            inner=width * tokens * model.ffn_size // t,
-        )
+        in_chunks = gathered * min(rows, 2 * of_chunk) // rows
+        return cls(width, full, width * outside * model.hidden_size, gathered, in_chunks)
 
 
 class LayerPasses:
@@ -83,24 +66,22 @@ class LayerPasses:
 
     def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
-        self.spec, self.model, self.modules, self.sizes = spec, spec.model, modules, Sizes.of(spec)
-        layout, sizes, self.gpu = spec.layout, self.sizes, gpu
-        self.split, self.eight = SCHEDULES[layout.schedule].splits_backward, EightBits.of(spec)
-        self.gates = 2 if self.model.parts.gated_mlp else 1
-        self.grouped = self.model.key_value_heads != self.model.heads
+        self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
+        self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits.of(spec)
+        self.table = layer_table(spec.model, spec.layout.tensor, layer)
+        self._blocks, attention = self.table.blocks, self.table.attention
         self.repeated = 0
-        if gpu and not spec.attention_is_explicit and sizes.keys != sizes.context:
-            masked = self.model.window(layer) is not None
-            self.repeated = 2 * sizes.context if masked or sizes.width == WIDE else 0
-        dropped = unsaved_terms(spec, layer)
-        self.terms = {name: size for name, size in layer_terms(spec, modules).items() if name not in dropped}
-        if self.repeated and "core_attention" not in modules:
-            # The attention's kernel keeps the repeated keys and values instead of the original ones.
-            self.terms["repeated"] = self.repeated
-            if self.model.parts.query_key_norm:
-                self.terms["normed_queries_keys"] -= sizes.keys
-            else:
-                self.terms["queries_keys_values"] -= 2 * sizes.keys
+        """Bytes of keys and values, one for each head, where the attention's kernel takes them instead."""
+        if gpu and not spec.attention_is_explicit and attention.heads != attention.key_value_heads:
+            masked = attention.window is not None
+            self.repeated = 2 * self._bytes(attention.y) if masked or self.sizes.width == WIDE else 0
+        repeats = self.repeated > 0 and "core_attention" not in modules
+        self._saved = [block_terms(spec, layer, block, modules, repeats) for block in self._blocks]
+        self.terms = {name: size for terms in self._saved for name, size in terms.items()}
+        """Bytes of each tensor kept from forward to backward."""
+
+    def _bytes(self, *tensors: Tensor) -> int:
+        return sum(bytes_of(self.spec, each) for each in tensors)
 
     @property
     def saved(self) -> int:
@@ -109,62 +90,55 @@ class LayerPasses:
 
     def forward(self, keeps: bool = True) -> Pass:
         """Without `keeps`, only the output stays."""
-        tape, residual = Tape(), self.sizes.residual
-        self._attend(tape)
-        # The output of the attention block is the input of the next one.
-        of_mlp = sum(size for name, size in self.terms.items() if name.startswith("mlp_"))
-        of_attention = self.saved - of_mlp - residual if keeps else 0
-        tape.free(tape.now - residual - of_attention)
-        self.norm(tape, residual)
-        self._enter(tape, self.gates * self.sizes.inner)
-        tape.allocate((self.gates + 1) * self.sizes.inner)
-        self._leave(tape, self.sizes.inner)
-        tape.free(tape.now - residual - (self.saved - residual if keeps else 0))
+        tape, kept = Tape(), -self.sizes.residual
+        for block, terms in zip(self._blocks, self._saved, strict=True):
+            for operation in block.operations:
+                self._forward(tape, operation)
+            self.drop_out(tape)
+            # Nothing that a block holds is freed before its end. Its output is the input of the next one.
+            kept += sum(terms.values())
+            tape.free(tape.now - self.sizes.residual - (kept if keeps else 0))
         return tape.total()
 
-    def _attend(self, tape: Tape) -> None:
-        """The attention block up to the sum with the residual; nothing that the block holds is freed before."""
-        sizes, context, keys = self.sizes, self.sizes.context, self.sizes.keys
-        self.norm(tape, sizes.residual)
-        self._enter(tape, context + 2 * keys)
-        tape.allocate(context + 2 * keys)
-        if self.model.parts.query_key_norm:
-            self.norm(tape, context)
-            self.norm(tape, keys)
-        if self.model.parts.rotary:
-            tape.allocate_briefly(context // 2 if self.grouped else context)
-        tape.allocate(self.repeated)
-        self._core(tape)
-        tape.allocate(context)
-        self._leave(tape, context)
+    def _forward(self, tape: Tape, operation: Operation) -> None:
+        """One operation, whose result stays."""
+        sizes = self.sizes
+        match operation:
+            case Norm(y=y, rms=rms):
+                self.norm(tape, self._bytes(y), rms)
+            case Products(ys=ys, sums=False):
+                size = self._bytes(*ys)
+                tape.allocate_briefly(sizes.in_chunks, size)
+                self.eight.product(tape, sizes.full, sizes.gathered, size)
+                tape.allocate(size)
+            case Products(x=x):
+                self.eight.product(tape, self._bytes(x), sizes.full)
+                if sizes.gathered:
+                    tape.allocate_briefly(sizes.in_chunks, sizes.residual)
+                tape.allocate(sizes.residual)
+            case Rotary(turned=((_, turned), *_)):
+                tape.allocate_briefly(self._bytes(Tensor("turned", turned)) // 2)
+            case Attention(y=y):
+                tape.allocate(self.repeated)
+                self._core(tape, operation)
+                tape.allocate(self._bytes(y))
+            case Activation(y=y):
+                tape.allocate(self._bytes(y))
 
-    def _core(self, tape: Tape) -> None:
+    def _core(self, tape: Tape, attention: Attention) -> None:
         """Core attention: what it allocates in addition to its result stays."""
-        terms = core_attention_terms(self.spec, recompute=False)
+        terms = attention_terms(self.spec, attention)
         if self.spec.attention_is_explicit:
-            tape.allocate_briefly(self._scores, self._scores)
+            scores = self._scores(attention)
+            tape.allocate_briefly(scores, scores)
             tape.allocate(terms.pop("softmax"))
-            tape.allocate_briefly(terms.get("weights_dropout_mask", 0), self._hashed(self._scores))
+            tape.allocate_briefly(terms.get("weights_dropout_mask", 0), self._hashed(scores))
         tape.allocate(*terms.values())
 
     def _hashed(self, size: int) -> int:
         """Two blocks of 32-bit numbers for a mask of `size` bytes (`workers/parallel/tensor/dropout.py`)."""
         most = MASKED_AT_ONCE if self.gpu else MASKED_AT_ONCE_ON_CPU
         return 8 * min(size // self.sizes.width, most) if self.model.dropout > 0 else 0
-
-    def _enter(self, tape: Tape, size: int) -> None:
-        """The products at the beginning of a block, with results of `size` bytes in total."""
-        tape.allocate_briefly(self.sizes.in_chunks, size)
-        self.eight.product(tape, self.sizes.full, self.sizes.gathered, size)
-
-    def _leave(self, tape: Tape, size: int) -> None:
-        """The product at the end of a block, with an input of `size` bytes, and its sum over ranks, which stays."""
-        residual = self.sizes.residual
-        self.eight.product(tape, size, self.sizes.full)
-        if self.sizes.gathered:
-            tape.allocate_briefly(self.sizes.in_chunks, residual)
-        tape.allocate(residual)
-        self.drop_out(tape)
 
     def drop_out(self, tape: Tape) -> None:
         """Dropout of the residual stream, and the sum with what it is added to."""
@@ -173,151 +147,162 @@ class LayerPasses:
             mask = residual // self.sizes.width
             tape.allocate_briefly(mask, max(self._hashed(residual), 2 * residual))
 
-    @property
-    def _scores(self) -> int:
+    def _scores(self, attention: Attention) -> int:
         """Bytes of the scores of every head: all tokens by all tokens."""
-        heads = self.spec.train.micro_batch_size * self.model.heads // self.spec.layout.tensor
-        return heads * self.model.sequence_length**2 * self.sizes.width
+        count = self.spec.train.micro_batch_size * attention.heads
+        return count * self.model.sequence_length**2 * self.sizes.width
 
-    def norm(self, tape: Tape, size: int) -> None:
+    def norm(self, tape: Tape, size: int, rms: bool) -> None:
         """A norm of `size` bytes of input: its output stays."""
-        if self.model.parts.rms_norm:
+        if rms:
             wide = size * WIDE // self.sizes.width
             tape.allocate_briefly(wide, wide if wide > size else 0)
             tape.allocate_briefly(size, wide if wide > size else 0)
         tape.allocate(size)
 
-    def norm_gradient(self, tape: Tape, size: int) -> None:
-        """The gradient of a norm: that of its input stays."""
-        if self.model.parts.rms_norm:  # `_RMSNorm.backward`: the norm again, three products in fp32
+    def norm_gradient(self, tape: Tape, size: int, rms: bool) -> None:
+        """The gradient of a norm: that of its input stays, and that of its output too."""
+        if rms:  # `_RMSNorm.backward`: the norm again, three products in fp32
             tape.allocate_briefly(size, 3 * (size * WIDE // self.sizes.width))
         tape.allocate(size)
 
     def backward(self) -> Pass:
         """The whole backward; if products for weights are deferred, only what comes before them."""
-        tape, sizes = Tape(), self.sizes
-        self._leave_backward(tape, sizes.inner, "mlp_activation")
-        if self.gates > 1:
-            tape.allocate(sizes.inner)
-            tape.allocate_briefly(sizes.inner)
-        if not self.split:
-            self._free(tape, "mlp_activation")
-        self._free(tape, "mlp_inner", "mlp_dropout_mask")
-        self._enter_backward(tape, self.gates * [sizes.inner], "mlp_norm")
-        self._leave_backward(tape, sizes.context, "context")
-        self._attend_backward(tape)
-        projected = (sizes.context, 2 * sizes.keys) if self.grouped else (sizes.context + 2 * sizes.keys,)
-        self._enter_backward(tape, projected, "attention_norm")
+        tape = Tape()
+        for block in reversed(self._blocks):
+            tape.allocate(self._dropped_out)
+            for operation in reversed(block.operations):
+                self._backward(tape, operation, block)
+            # The sum with the gradient of the residual stream. If products are deferred, that at the block's end may
+            # hold the incoming gradient.
+            tape.allocate_briefly(self.sizes.residual)
+            if not self.split or self._separate(block):
+                tape.free(self.sizes.residual)
         return tape.total()
-
-    def recomputed_forward(self) -> Pass:
-        """Backward of a layer that is recomputed as a whole, without any partial recomputation."""
-        return self.forward().then(Pass(0, -self.sizes.residual)).then(self.backward())
-
-    def deferred(self) -> tuple[int, ...]:
-        """Bytes that each deferred product for weights holds until it runs, in their order."""
-        sizes = self.sizes
-        leaving = sizes.gathered + sizes.residual
-        return (
-            leaving + self._held("mlp_activation", sizes.inner),
-            self._held("mlp_norm_output", sizes.residual) + self.gates * sizes.inner,
-            leaving + self._held("context", sizes.context),
-            self._held("attention_norm_output", sizes.residual) + sizes.context + 2 * sizes.keys,
-        )
-
-    def _recompute(self, name: str) -> bool:
-        """Whether this input of a product is recomputed by itself."""
-        module = "mlp_activation" if name == "mlp_activation" else "norm"
-        return name != "context" and module in self.modules
-
-    def _held(self, name: str, size: int) -> int:
-        """Bytes of the input of a product, which is not kept for frozen weights."""
-        return size if name in self.terms or self._recompute(name) else 0
-
-    def _free(self, tape: Tape, *names: str) -> None:
-        """Free tensors that were kept from forward."""
-        tape.free(*(self.terms.get(name, 0) for name in names))
-
-    def _leave_backward(self, tape: Tape, size: int, name: str) -> None:
-        """Backward of the product at the end of a block, with its input `name`; that input's gradient stays. If it is
-        deferred, the gathered gradient and the input are held."""
-        recomputed_bytes = size if self._recompute(name) else 0
-        tape.allocate(self._dropped_out, self.sizes.gathered, recomputed_bytes)
-        columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
-        tape.allocate(size)
-        if not self.split:
-            self.eight.gradients_of_weights(tape, columns, size, *LEAVING[name])
-            tape.free(self._dropped_out, self.sizes.gathered, recomputed_bytes)
 
     @property
     def _dropped_out(self) -> int:
         """Bytes of the gradient before dropout; without dropout that is the gradient of the residual stream itself."""
         return self.sizes.residual if self.model.dropout > 0 else 0
 
-    def _enter_backward(self, tape: Tape, gradients: Sequence[int], norm: str) -> None:
-        """From the gradients at the beginning of a block through its norm to the sum with the residual stream's
-        gradient. Deferred products hold these gradients and the norm's output; the product at the end of the block also
-        holds the incoming gradient."""
-        sizes, output = self.sizes, f"{norm}_output"
-        recomputed_bytes = sizes.residual if self._recompute(output) else 0
+    def _separate(self, block: Block) -> int:
+        """Bytes of the gradient of the product at the block's end, unless it is that of the residual stream itself."""
+        return self._dropped_out if block.ends_in_product else self.sizes.residual
+
+    def _backward(self, tape: Tape, operation: Operation, block: Block) -> None:
+        """From the gradients of an operation's results to those of its inputs, which stay."""
+        match operation:
+            case Norm():
+                size = self._bytes(operation.y)
+                self.norm_gradient(tape, size, operation.rms)
+                tape.free(self._dropped_out if operation is block.operations[-1] else size)
+                self._free(tape, operation.x)
+                if operation is block.operations[0]:  # others' are freed together, before the product
+                    tape.free(*(self.terms[name] for name in operation.statistics))
+            case Products(sums=False):
+                if operation.projects:
+                    self._bring_together(tape, operation, block)
+                self._enter_backward(tape, operation)
+            case Products():
+                self._leave_backward(tape, operation, block)
+            case Rotary(turned=((columns, turned), *_)):
+                size, half = self._bytes(Tensor("all", columns)), self._bytes(Tensor("turned", turned)) // 2
+                tape.allocate_briefly(size, half)
+            case Attention():
+                self._attend_backward(tape, operation, block)
+            case Activation(xs=(_, *others), y=y):
+                if others:
+                    tape.allocate(self._bytes(*others))
+                    tape.allocate_briefly(self._bytes(y))
+                self._free(tape, *(() if self.split else (y,)), *operation.xs)
+                tape.free(self.terms.get(block.mask, 0))
+
+    def recomputed_forward(self) -> Pass:
+        """Backward of a layer that is recomputed as a whole, without any partial recomputation."""
+        return self.forward().then(Pass(0, -self.sizes.residual)).then(self.backward())
+
+    def deferred(self) -> tuple[Pass, ...]:
+        """The deferred products for weights, in their order, each of which frees what it held."""
+        sizes = self.sizes
+        return tuple(
+            Pass(0, -sizes.gathered - sizes.residual - self._held(each.x))
+            if each.sums
+            else Pass(sizes.gathered, -self._held(each.x) - self._bytes(*each.ys))
+            for each in reversed(self.table.products)
+        )
+
+    def _recomputed(self, x: Tensor) -> int:
+        """Bytes of the input of a product, if it is recomputed by itself."""
+        return self._bytes(x) if x.recomputed_by in self.modules else 0
+
+    def _held(self, x: Tensor) -> int:
+        """Bytes of the input of a product, which is not kept for frozen weights."""
+        return self._bytes(x) if x.name in self.terms else self._recomputed(x)
+
+    def _free(self, tape: Tape, *tensors: Tensor) -> None:
+        """Free tensors that were kept from forward."""
+        tape.free(*(self._bytes(each) for each in tensors if (each.part_of or each).name in self.terms))
+
+    def _leave_backward(self, tape: Tape, product: Products, block: Block) -> None:
+        """Backward of the product at the end of a block; the gradient of its input stays. If it is deferred, the
+        gathered gradient and the input are held."""
+        size, recomputed_bytes = self._bytes(product.x), self._recomputed(product.x)
+        tape.allocate(self.sizes.gathered, recomputed_bytes)
+        columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
+        tape.allocate(size)
+        if not self.split:
+            self.eight.gradients_of_weights(tape, columns, size, product.weights)
+            tape.free(self._separate(block), self.sizes.gathered, recomputed_bytes)
+
+    def _bring_together(self, tape: Tape, product: Products, block: Block) -> None:
+        """Gradients of the parts of one product's result are concatenated."""
+        for norm in block.operations[1:]:
+            if isinstance(norm, Norm):
+                tape.free(*(self.terms[name] for name in norm.statistics))
+        attention = self.table.attention
+        parts = Tensor("keys_values", 2 * attention.keys) if attention.normed else product.ys[-1]
+        tape.allocate_briefly(self._bytes(parts))
+
+    def _enter_backward(self, tape: Tape, product: Products) -> None:
+        """Backward of the products at the beginning of a block. Deferred products hold the gradients of their results
+        and their input."""
+        sizes, recomputed_bytes = self.sizes, self._recomputed(product.x)
         if recomputed_bytes:
-            self.norm(tape, recomputed_bytes)
-        gathered = sizes.gathered if self._held(output, 1) and not self.split else 0
+            self.norm(tape, recomputed_bytes, self.model.parts.rms_norm)
+        gradients = [self._bytes(y) for y in product.ys]
+        gathered = sizes.gathered if self._held(product.x) and not self.split else 0
         columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
         tape.allocate(gathered, sizes.full)
         if sizes.gathered:
             tape.allocate(sizes.residual)
         if not self.split:
-            self.eight.gradients_of_weights(tape, columns, sizes.full, *ENTERING[norm])
+            self.eight.gradients_of_weights(tape, columns, sizes.full, product.weights)
         if sizes.gathered:
             tape.free(sizes.full)
         tape.free(gathered)
         if not self.split:
             tape.free(*gradients, recomputed_bytes)
-            self._free(tape, output)
-        self.norm_gradient(tape, sizes.residual)
-        tape.free(sizes.residual)
-        self._free(tape, f"{norm}_input", f"{norm}_statistics")
-        tape.allocate_briefly(sizes.residual)
-        if not self.split or self._dropped_out:
-            tape.free(sizes.residual)
+            self._free(tape, product.x)
 
-    def _attend_backward(self, tape: Tape) -> None:
+    def _attend_backward(self, tape: Tape, attention: Attention, block: Block) -> None:
         """From the gradient of attention's output to those of queries, keys and values."""
-        context, keys = self.sizes.context, self.sizes.keys
+        context, keys_values = self._bytes(attention.y), self._bytes(Tensor("keys_values", 2 * attention.keys))
         before = tape.now
         if "core_attention" in self.modules:
-            self._core(tape)
+            self._core(tape, attention)
             tape.allocate(self.repeated, 0 if self.spec.attention_is_explicit else context)
         recomputed_bytes = tape.now - before
         if self.spec.attention_is_explicit:
-            tape.allocate_briefly(context, 2 * keys, 2 * self._scores)
-        tape.allocate(context, self.repeated or 2 * keys)
-        self._free(tape, *core_attention_terms(self.spec, recompute=False), "repeated", "attention_dropout_mask")
+            tape.allocate_briefly(context, keys_values, 2 * self._scores(attention))
+        tape.allocate(context, self.repeated or keys_values)
+        kept = (*attention_terms(self.spec, attention), "repeated_keys", "repeated_values", block.mask)
+        tape.free(*(self.terms.get(name, 0) for name in kept))
         tape.free(context, recomputed_bytes)
         if self.repeated:
-            tape.allocate(2 * keys)
+            tape.allocate(keys_values)
             tape.free(self.repeated)
-        if not self.split:
-            self._free(tape, "context")
-        self._free(tape, "normed_queries_keys", "values_by_document")
-        if self.model.parts.query_key_norm:
-            for size, of_product in (keys, 2 * keys), (context, self.terms["queries_keys_values"] - 2 * keys):
-                self._rotary_backward(tape, size, size)
-                self.norm_gradient(tape, size)
-                tape.free(size, of_product)
-            self._free(tape, "query_key_norm_statistics")
-        else:
-            self._free(tape, "queries_keys_values")
-        # Gradients of the parts of one product's result are concatenated.
-        tape.allocate_briefly(2 * keys if self.grouped or self.model.parts.query_key_norm else context + 2 * keys)
-        if not self.model.parts.query_key_norm:
-            self._rotary_backward(tape, *((context, context) if self.grouped else (context + 2 * keys, context + keys)))
-
-    def _rotary_backward(self, tape: Tape, size: int, turned: int) -> None:
-        """Gradients of one projection, of which `turned` bytes went through the rotary embedding."""
-        if self.model.parts.rotary:
-            tape.allocate_briefly(size, turned // 2)
+        self._free(tape, *(() if self.split else (attention.y,)), attention.queries, *attention.keys_values)
+        tape.free(self.terms.get("values_by_document", 0))
 
 
 WEIGHT_BYTES = 2
@@ -328,7 +313,8 @@ def weight_bytes(spec: JobSpec, rank: int) -> int:
     """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
     if spec.train.fp8 == "off":
         return 0
-    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(layer_matrices(spec.model, spec.layout.tensor).values())
+    matrices = layer_table(spec.model, spec.layout.tensor).matrices
+    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
 
 
 @dataclass(frozen=True)
@@ -340,14 +326,11 @@ class EightBits:
     on: bool
     by_row: bool
     compiled: bool
-    matrices: dict[str, int]
-    """Elements of each weight of a layer on one rank, by its name within the layer."""
 
     @classmethod
     def of(cls, spec: JobSpec) -> EightBits:
         """Memory of the 8-bit products of the job `spec`."""
-        train, matrices = spec.train, layer_matrices(spec.model, spec.layout.tensor)
-        return cls(train.fp8 != "off", train.fp8 == "rowwise", train.compile, matrices)
+        return cls(spec.train.fp8 != "off", spec.train.fp8 == "rowwise", spec.train.compile)
 
     def product(self, tape: Tape, x: int, *beside: int) -> None:
         """A forward product with an input of `x` bytes, with `beside` bytes of other tensors allocated meanwhile."""
@@ -368,13 +351,13 @@ class EightBits:
             result = x
         return columns
 
-    def gradients_of_weights(self, tape: Tape, columns: int, x: int, *names: str) -> None:
-        """Products of the kept `columns` with an input of `x` bytes, for the gradients of the weights `names`."""
+    def gradients_of_weights(self, tape: Tape, columns: int, x: int, weights: Sequence[Weight]) -> None:
+        """Products of the kept `columns` with an input of `x` bytes, for the gradients of the `weights`."""
         if not self.on:
             return
         self._cast(tape, x, columns)
         wide = 2 if self.by_row else 4
-        tape.allocate_briefly(columns, x // 2, wide * max(self.matrices.get(name, 0) for name in names))
+        tape.allocate_briefly(columns, x // 2, wide * max(each.elements for each in weights))
 
     def _cast(self, tape: Tape, x: int, *beside: int, both: bool = False) -> None:
         """A cast to rows or to columns, or with `both` to both; with a scale per row one after the other."""

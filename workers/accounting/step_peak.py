@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
-from manta.workers.accounting.activation_bytes import WIDE, layers_are_alike, offloaded, output_weight, tokens_of
+from manta.workers.accounting.activation_bytes import LAYER_INPUT, WIDE, layers_are_alike, offloaded, tokens_of
 from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
 from manta.workers.accounting.layer_passes import LayerPasses, Sizes
 from manta.workers.accounting.rank_passes import (
@@ -25,7 +25,13 @@ from manta.workers.config import JobSpec
 from manta.workers.parallel.recompute import is_offloaded
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import chunk_location, layers_of
-from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, needs_gradient
+from manta.workers.spec.parameters import (
+    first_trained_layer,
+    frozen_by_layer,
+    frozen_names,
+    needs_gradient,
+    output_weight,
+)
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Least rows of a block of 16-bit logits, and its elements on a GPU."""
@@ -165,7 +171,7 @@ class StepPeak:
         if place < 0 or number < self.first:
             return 0
         layer, is_full = self._layer(number, recomputed)
-        terms = {"attention_norm_input": self.sizes.residual} if is_full else layer.terms
+        terms = {LAYER_INPUT: self.sizes.residual} if is_full else layer.terms
         return sum(offloaded(self.spec, index, place, terms))
 
     def _coming_back(self, index: int) -> list[list[int]]:
@@ -230,9 +236,8 @@ class StepPeak:
         for number in reversed(self._indices(index)):
             if number < self.first:
                 break
-            for place, held in enumerate(self._layer(number, recomputed=False)[0].deferred()):
-                tape.allocate_briefly(sizes.gathered if place % 2 else 0)
-                tape.free(held)
+            for product in self._layer(number, recomputed=False)[0].deferred():
+                tape.run(product)
         if index == 0 and self.first < 0:
             tape.allocate_briefly(self._table)
             tape.free(sizes.full)
@@ -248,7 +253,7 @@ class StepPeak:
     def _loss(self, tape: Tape) -> None:
         """Final norm, logits, cross-entropy: the residual stream is replaced by what is kept of them."""
         sizes, tokens = self.sizes, tokens_of(self.spec)[0]
-        self._layer(0, recomputed=False)[0].norm(tape, sizes.residual)
+        self._layer(0, recomputed=False)[0].norm(tape, sizes.residual, self.spec.model.parts.rms_norm)
         if self.head_tokens:
             return
         tape.allocate_briefly(sizes.in_chunks, self._logits_of(tokens))
@@ -275,7 +280,7 @@ class StepPeak:
             tape.allocate(sizes.residual)
             tape.free(sizes.full)
         tape.free(sizes.gathered, sizes.residual)
-        self._layer(0, recomputed=False)[0].norm_gradient(tape, sizes.residual)
+        self._layer(0, recomputed=False)[0].norm_gradient(tape, sizes.residual, self.spec.model.parts.rms_norm)
         tape.free(sizes.residual)  # the norm's input; the incoming tensor of backward is held until its end
 
     @property
@@ -301,7 +306,7 @@ class StepPeak:
             tape.free(logits)
         elif not self.split:
             tape.free(logits, sizes.residual)
-        self._layer(0, recomputed=False)[0].norm_gradient(tape, sizes.residual)
+        self._layer(0, recomputed=False)[0].norm_gradient(tape, sizes.residual, self.spec.model.parts.rms_norm)
         tape.free(sizes.residual, sizes.residual, LOSS_TOKEN * tokens_of(self.spec)[0])
 
     def _embedding_lookup(self, tape: Tape) -> None:

@@ -8,13 +8,11 @@ any characters, and `first-last` in place of a layer's number matches a range of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.config.model import Family
 from manta.workers.schedules.stages import layers_of
+from manta.workers.spec.layer_table import layer_table
 
 TOKEN_EMBEDDING = "embedding.token.weight"
 """Layout-independent name of the weight that the output layer may share."""
@@ -35,52 +33,31 @@ def padded_rows(vocabulary_size: int, tensor: int) -> int:
     return -(-vocabulary_size // unit) * unit
 
 
-class _Shape(NamedTuple):
-    """The parts of the spec that the names depend on."""
-
-    layers: int
-    family: Family
-    fused: bool
-    """Whether queries, keys and values are one product."""
-    bias: bool
-    tied: bool
+def output_weight(model: ModelConfig) -> str:
+    """Name of the weight that produces the logits."""
+    return TOKEN_EMBEDDING if model.tie_embeddings else "output.weight"
 
 
-def _shape_of(model: ModelConfig) -> _Shape:
-    fused = model.key_value_heads == model.heads
-    return _Shape(model.layers, model.parts, fused, bool(model.bias), bool(model.tie_embeddings))
-
-
-def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """All parameters, in the model's order. Not for custom models, whose parameters are unknown."""
-    return _names(_shape_of(model))
+def parameters_of_ends(model: ModelConfig, rows: int, first: bool, last: bool) -> dict[str, int]:
+    """Elements of each parameter outside of layers, by name, of a rank that has the first virtual stage, the last, or
+    both; `rows`: those of the token embedding and of the output layer. A shared table counts once."""
+    h = model.hidden_size
+    sizes = {TOKEN_EMBEDDING: rows * h} if first else {}
+    if first and not model.parts.rotary:
+        sizes["embedding.position.weight"] = model.sequence_length * h
+    if last:
+        has_bias = model.bias and not model.parts.rms_norm
+        sizes |= {f"final_norm.{name}": h for name in (["weight", "bias"] if has_bias else ["weight"])}
+        sizes[output_weight(model)] = rows * h
+    return sizes
 
 
 @lru_cache(maxsize=64)
-def _names(shape: _Shape) -> tuple[str, ...]:
-    names = [TOKEN_EMBEDDING] + ([] if shape.family.rotary else ["embedding.position.weight"])
-    for layer in range(shape.layers):
-        names += (f"layers.{layer}.{name}" for name in _layer_names(shape))
-    names += _norm_names(shape, "final_norm")
-    return (*names, *(() if shape.tied else ("output.weight",)))
-
-
-def _layer_names(shape: _Shape) -> Iterator[str]:
-    """Parameters of one layer."""
-    products = [f"attention.{name}" for name in (*(["qkv"] if shape.fused else ["q", "kv"]), "output")]
-    products += [f"mlp.{name}" for name in (["gate"] if shape.family.gated_mlp else []) + ["up", "down"]]
-    for product in products:
-        yield f"{product}.weight"
-        if shape.bias:
-            yield f"{product}.bias"
-    if shape.family.query_key_norm:
-        yield from ("attention.q_norm.weight", "attention.k_norm.weight")
-    for norm in ("attention_norm", "mlp_norm"):
-        yield from _norm_names(shape, norm)
-
-
-def _norm_names(shape: _Shape, norm: str) -> list[str]:
-    return [f"{norm}.weight"] + ([f"{norm}.bias"] if shape.bias and not shape.family.rms_norm else [])
+def parameter_names(model: ModelConfig) -> tuple[str, ...]:
+    """All parameters. Not for custom models, whose parameters are unknown."""
+    tables = [layer_table(model, 1, layer).parameters for layer in range(model.layers)]
+    layers = [f"layers.{layer}.{name}" for layer, names in enumerate(tables) for name in names]
+    return (*parameters_of_ends(model, 1, first=True, last=True), *layers)
 
 
 def matching(pattern: str, names: tuple[str, ...]) -> list[str]:
@@ -113,23 +90,23 @@ def _matches(expression: re.Pattern[str], name: str) -> bool:
 
 def frozen_names(spec: JobSpec) -> frozenset[str]:
     """The parameters that the job does not train."""
-    return _frozen(_shape_of(spec.model), spec.train.frozen) if spec.train.frozen else frozenset()
+    return _frozen(spec.model, spec.train.frozen) if spec.train.frozen else frozenset()
 
 
 @lru_cache(maxsize=64)
-def _frozen(shape: _Shape, patterns: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name for pattern in patterns for name in matching(pattern, _names(shape)))
+def _frozen(model: ModelConfig, patterns: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for pattern in patterns for name in matching(pattern, parameter_names(model)))
 
 
 def frozen_by_layer(spec: JobSpec) -> tuple[frozenset[str], ...]:
     """For each layer the names within it of what the job does not train; layers of one kind have the same set."""
-    return _frozen_by_layer(_shape_of(spec.model), spec.train.frozen)
+    return _frozen_by_layer(spec.model, spec.train.frozen)
 
 
 @lru_cache(maxsize=64)
-def _frozen_by_layer(shape: _Shape, patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
-    names: list[list[str]] = [[] for _ in range(shape.layers)]
-    for name in _frozen(shape, patterns):
+def _frozen_by_layer(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+    names: list[list[str]] = [[] for _ in range(model.layers)]
+    for name in _frozen(model, patterns):
         if name.startswith("layers."):
             _, number, inner = name.split(".", 2)
             names[int(number)].append(inner)
@@ -137,29 +114,19 @@ def _frozen_by_layer(shape: _Shape, patterns: tuple[str, ...]) -> tuple[frozense
     return tuple(known.setdefault(each, each) for each in map(frozenset, names))
 
 
-def trained_in_layer(spec: JobSpec, layer: int) -> frozenset[str]:
-    """Names within the layer of what the job trains of it."""
-    return _names_in_layer(_shape_of(spec.model)) - frozen_by_layer(spec)[layer]
-
-
-@lru_cache(maxsize=64)
-def _names_in_layer(shape: _Shape) -> frozenset[str]:
-    return frozenset(_layer_names(shape))
-
-
 def first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
     """Index of the first layer with a trained parameter: all layers before it, and the embedding, are frozen.
     `model.layers` if that is the final norm or the output layer; -1 if it is the embedding."""
-    return _first_trained(_shape_of(model), patterns) if patterns else -1
+    return _first_trained_layer(model, patterns) if patterns else -1
 
 
 @lru_cache(maxsize=64)
-def _first_trained(shape: _Shape, patterns: tuple[str, ...]) -> int:
-    frozen = _frozen(shape, patterns)
-    places = [name.split(".") for name in _names(shape) if name not in frozen]
+def _first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
+    frozen = _frozen(model, patterns)
+    places = [name.split(".") for name in parameter_names(model) if name not in frozen]
     if any(parts[0] == "embedding" for parts in places):
         return -1
-    return min((int(parts[1]) for parts in places if parts[0] == "layers"), default=shape.layers)
+    return min((int(parts[1]) for parts in places if parts[0] == "layers"), default=model.layers)
 
 
 def needs_gradient(spec: JobSpec) -> tuple[bool, ...]:

@@ -39,7 +39,7 @@ from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import Location, parse_location
 from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
 from manta.workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
-from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, Piece, huggingface_tensors
+from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, huggingface_tensors, unchanged
 from manta.workers.weights.stream_out import DTYPES, Source, write_tensors
 
 SHARD_BYTES = 5 * 10**9
@@ -140,9 +140,7 @@ def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
     """Our tensors with their own names."""
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
-    return [
-        HuggingFaceTensor(name, shape, (Piece(0, name, 0, shape[0], shape[0], 1),)) for name, shape in shapes.items()
-    ]
+    return [unchanged(name, name, *shape) for name, shape in shapes.items()]
 
 
 @contextmanager

@@ -8,10 +8,12 @@ theirs have one tensor of (head, d) for each, or, in GPT-2, one of (q/k/v, head,
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
 from typing import Literal
 
 from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.spec.layer_table import layer_table
 
 Format = Literal["hf", "safetensors"]
 """Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names."""
@@ -72,111 +74,75 @@ class HuggingFaceTensor:
 def huggingface_tensors(spec: JobSpec) -> list[HuggingFaceTensor]:
     """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
     (`config_export.huggingface_config` says whether it does)."""
-    model, vocabulary = spec.model, spec.vocabulary_size
-    if model.family == "gpt":
-        return _gpt2(model, vocabulary)
-    return _llama(model, vocabulary)
+    model, vocabulary, h = spec.model, spec.vocabulary_size, spec.model.hidden_size
+    is_gpt2 = model.family == "gpt"
+    groups, them = (_GPT2, "transformer.h") if is_gpt2 else (_LLAMA, "model.layers")
+    tokens = "transformer.wte.weight" if is_gpt2 else "model.embed_tokens.weight"
+    names = [unchanged(tokens, "embedding.token.weight", vocabulary, h)]
+    if is_gpt2:
+        positions = unchanged("transformer.wpe.weight", "embedding.position.weight", model.sequence_length, h)
+        names.append(replace(positions, may_be_longer=True))
+    for layer in range(model.layers):
+        names += _of_layer(model, layer, groups, f"{them}.{layer}.", is_gpt2)
+    names.append(unchanged("transformer.ln_f.weight" if is_gpt2 else "model.norm.weight", "final_norm.weight", h))
+    if is_gpt2:
+        bias = unchanged("transformer.ln_f.bias", "final_norm.bias", h)
+        names.append(bias if model.bias else replace(bias, pieces=()))
+    return names if model.tie_embeddings else [*names, unchanged("lm_head.weight", "output.weight", vocabulary, h)]
 
 
-def _llama(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
-    hidden, inner, names = (
-        model.hidden_size,
-        model.ffn_size,
-        [_whole("model.embed_tokens.weight", _TOKEN, vocabulary, model)],
-    )
-    for n in range(model.layers):
-        ours, them = f"layers.{n}.", f"model.layers.{n}."
-        names.append(_whole(f"{them}input_layernorm.weight", f"{ours}attention_norm.weight", hidden))
-        names += _projections(model, f"{ours}attention.", f"{them}self_attn.")
-        names += _linear(model, f"{them}self_attn.o_proj", f"{ours}attention.output", hidden, model.attention_width)
-        if model.parts.query_key_norm:
-            names.append(_whole(f"{them}self_attn.q_norm.weight", f"{ours}attention.q_norm.weight", model.head_size))
-            names.append(_whole(f"{them}self_attn.k_norm.weight", f"{ours}attention.k_norm.weight", model.head_size))
-        names.append(_whole(f"{them}post_attention_layernorm.weight", f"{ours}mlp_norm.weight", hidden))
-        names += _linear(model, f"{them}mlp.gate_proj", f"{ours}mlp.gate", inner, hidden)
-        names += _linear(model, f"{them}mlp.up_proj", f"{ours}mlp.up", inner, hidden)
-        names += _linear(model, f"{them}mlp.down_proj", f"{ours}mlp.down", hidden, inner)
-    names.append(_whole("model.norm.weight", "final_norm.weight", hidden))
-    return [*names, *_head(model, vocabulary)]
+_Groups = tuple[dict[str, tuple[str, ...]], ...]
+"""The tensors of a layer in their order: their names, each with the norm or the logical matrices of ours whose rows it
+has one after the other. Of a group all weights come before all biases, so that each of ours is read once."""
+_LLAMA: _Groups = (
+    {"input_layernorm": ("attention_norm",)},
+    {
+        "self_attn.q_proj": ("attention.q",),
+        "self_attn.k_proj": ("attention.k",),
+        "self_attn.v_proj": ("attention.v",),
+    },
+    {"self_attn.o_proj": ("attention.output",)},
+    {"self_attn.q_norm": ("attention.q_norm",)},
+    {"self_attn.k_norm": ("attention.k_norm",)},
+    {"post_attention_layernorm": ("mlp_norm",)},
+    {"mlp.gate_proj": ("mlp.gate",)},
+    {"mlp.up_proj": ("mlp.up",)},
+    {"mlp.down_proj": ("mlp.down",)},
+)
+_GPT2: _Groups = (
+    {"ln_1": ("attention_norm",)},
+    {"attn.c_attn": ("attention.q", "attention.k", "attention.v")},
+    {"attn.c_proj": ("attention.output",)},
+    {"ln_2": ("mlp_norm",)},
+    {"mlp.c_fc": ("mlp.up",)},
+    {"mlp.c_proj": ("mlp.down",)},
+)
 
 
-def _gpt2(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
-    hidden, inner, length = model.hidden_size, model.ffn_size, model.sequence_length
-    positions = _piece("embedding.position.weight", length)
-    names = [
-        _whole("transformer.wte.weight", _TOKEN, vocabulary, model),
-        HuggingFaceTensor("transformer.wpe.weight", (length, hidden), (positions,), may_be_longer=True),
-    ]
-    for n in range(model.layers):
-        ours, them = f"layers.{n}.", f"transformer.h.{n}."
-        names += _norm(model, f"{them}ln_1", f"{ours}attention_norm")
-        names += _conv1d(model, f"{them}attn.c_attn", 3 * hidden, hidden, _fused(model, f"{ours}attention.qkv"))
-        names += _conv1d(model, f"{them}attn.c_proj", hidden, hidden, [_piece(f"{ours}attention.output", hidden)])
-        names += _norm(model, f"{them}ln_2", f"{ours}mlp_norm")
-        names += _conv1d(model, f"{them}mlp.c_fc", inner, hidden, [_piece(f"{ours}mlp.up", inner)])
-        names += _conv1d(model, f"{them}mlp.c_proj", hidden, inner, [_piece(f"{ours}mlp.down", hidden)])
-    names += _norm(model, "transformer.ln_f", "final_norm")
-    return [*names, *_head(model, vocabulary)]
+def _of_layer(model: ModelConfig, layer: int, groups: _Groups, them: str, is_gpt2: bool) -> Iterator[HuggingFaceTensor]:
+    """Tensors of a layer, whose names begin with `them`. GPT-2's matrices are transposed, and it always has biases."""
+    known = layer_table(model, 1, layer).logical_matrices
+    for group, end in product(groups, ("weight", "bias")):
+        for name, sources in group.items():
+            if sources[0] not in known:
+                continue
+            parts = [known[source] for source in sources]
+            (weight, _), ours = parts[0], f"layers.{layer}.{parts[0][0].name}.{end}"
+            *starts, rows = accumulate((part.length * part.blocks for _, part in parts), initial=0)
+            pieces = tuple(
+                Piece(at, ours, part.first, part.length, part.stride, part.blocks)
+                for at, (_, part) in zip(starts, parts, strict=True)
+            )
+            if end == "weight":
+                shape = (rows,) if weight.is_vector else (rows, weight.columns)
+                transposed = is_gpt2 and not weight.is_vector
+                yield HuggingFaceTensor(
+                    f"{them}{name}.weight", shape[::-1] if transposed else shape, pieces, transposed
+                )
+            elif weight.has_bias or is_gpt2:
+                yield HuggingFaceTensor(f"{them}{name}.bias", (rows,), pieces if weight.has_bias else ())
 
 
-_TOKEN = "embedding.token.weight"
-
-
-def _head(model: ModelConfig, vocabulary: int) -> list[HuggingFaceTensor]:
-    return [] if model.tie_embeddings else [_whole("lm_head.weight", "output.weight", vocabulary, model)]
-
-
-def _piece(ours: str, rows: int) -> Piece:
-    return Piece(0, ours, 0, rows, rows, 1)
-
-
-def _whole(theirs: str, ours: str, rows: int, of: ModelConfig | None = None) -> HuggingFaceTensor:
-    """One of their tensors with our rows in the same order: a vector, or with `of` a matrix of hidden_size columns."""
-    shape = (rows,) if of is None else (rows, of.hidden_size)
-    return HuggingFaceTensor(theirs, shape, (_piece(ours, rows),))
-
-
-def _linear(model: ModelConfig, theirs: str, ours: str, rows: int, columns: int) -> Iterator[HuggingFaceTensor]:
-    yield HuggingFaceTensor(f"{theirs}.weight", (rows, columns), (_piece(f"{ours}.weight", rows),))
-    if model.bias:
-        yield HuggingFaceTensor(f"{theirs}.bias", (rows,), (_piece(f"{ours}.bias", rows),))
-
-
-def _norm(model: ModelConfig, theirs: str, ours: str) -> Iterator[HuggingFaceTensor]:
-    """A layer norm; GPT-2's always have biases."""
-    yield _whole(f"{theirs}.weight", f"{ours}.weight", model.hidden_size)
-    bias = (_piece(f"{ours}.bias", model.hidden_size),) if model.bias else ()
-    yield HuggingFaceTensor(f"{theirs}.bias", (model.hidden_size,), bias)
-
-
-def _conv1d(
-    model: ModelConfig, theirs: str, rows: int, columns: int, pieces: list[Piece]
-) -> Iterator[HuggingFaceTensor]:
-    """A linear layer of GPT-2, which always has biases; `pieces` name ours without the ".weight"."""
-    yield HuggingFaceTensor(f"{theirs}.weight", (columns, rows), _named(pieces, ".weight"), transposed=True)
-    yield HuggingFaceTensor(f"{theirs}.bias", (rows,), _named(pieces, ".bias") if model.bias else ())
-
-
-def _named(pieces: list[Piece], end: str) -> tuple[Piece, ...]:
-    return tuple(Piece(p.at, p.ours + end, p.first, p.length, p.stride, p.count) for p in pieces)
-
-
-def _fused(model: ModelConfig, ours: str) -> list[Piece]:
-    """Our rows (head, q/k/v, d) as (q/k/v, head, d)."""
-    size, heads = model.head_size, model.heads
-    return [Piece(part * heads * size, ours, part * size, size, 3 * size, heads) for part in range(3)]
-
-
-def _projections(model: ModelConfig, ours: str, them: str) -> Iterator[HuggingFaceTensor]:
-    """Queries, keys and values, which have one tensor each."""
-    size, heads, groups = model.head_size, model.heads, model.key_value_heads
-    if groups == heads:
-        parts = [Piece(0, f"{ours}qkv", part * size, size, 3 * size, heads) for part in range(3)]
-    else:
-        parts = [_piece(f"{ours}q", heads * size)]
-        parts += [Piece(0, f"{ours}kv", part * size, size, 2 * size, groups) for part in range(2)]
-    # All weights before all biases, so that each of ours is read once.
-    for end in (".weight", ".bias") if model.bias else (".weight",):
-        for kind, part in zip("qkv", parts, strict=True):
-            shape = (part.length * part.count, model.hidden_size)[: 2 if end == ".weight" else 1]
-            yield HuggingFaceTensor(f"{them}{kind}_proj{end}", shape, _named([part], end))
+def unchanged(theirs: str, ours: str, *shape: int) -> HuggingFaceTensor:
+    """One of their tensors that is the same as one of ours, of this shape."""
+    return HuggingFaceTensor(theirs, shape, (Piece(0, ours, 0, shape[0], shape[0], 1),))

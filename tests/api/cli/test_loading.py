@@ -33,7 +33,7 @@ def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() 
     commands = {"status", "ps", "checkpoints", "submit", "compare", "logs", "up"}
     modules = loaded_for(*commands)
     assert {"sqlalchemy", "torch", "ray", "fastapi"}.isdisjoint(modules) and "httpx" in modules
-    others = ("access", "calibrate", "db", "doctor", "engine", "nodes", "plan", "tokenize", "trace", "track")
+    others = ("access", "calibrate", "db", "doctor", "engine", "nodes", "plan", "trace", "track")
     assert modules.isdisjoint({f"manta.api.cli.{module}" for module in others})
 
 

@@ -12,8 +12,9 @@ import pytest
 import typer
 import yaml
 
-from manta.api.cli import compare, main
+from manta.api.cli import jobs, main
 from manta.api.cli import submit as submit_commands
+from manta.api.cli.jobs import best_first, differing
 from manta.api.cli.submit import read_file, variants
 
 
@@ -251,7 +252,7 @@ def test_compare_lists_differing_values_and_ranks_jobs_by_loss(on_file, service,
     assert first.split()[-1] == "0.002" and "2.5000" in first
     assert on_file("compare", "--label", "a=b").stdout == "no job matches\n"
     assert on_file("compare", "--label", "of=rates").stderr == ""
-    monkeypatch.setattr(compare, "MAX_JOBS", 3)
+    monkeypatch.setattr(jobs, "MAX_COMPARED", 3)
     cut = on_file("compare", "--label", "of=rates", "--json")
     assert {row["name"] for row in json.loads(cut.stdout)["items"]} == {"rate 0.002", "rate 0.003", "rate 0.004"}
     assert cut.stderr == "Only the newest 3 jobs with that label are compared.\n"
@@ -261,8 +262,8 @@ def test_compare_lists_differing_values_and_ranks_jobs_by_loss(on_file, service,
 
 def test_compare_ranks_by_validation_loss_only_if_all_jobs_with_a_loss_have_one():
     def order(*latest):
-        jobs = [SimpleNamespace(number=at, metrics=SimpleNamespace(latest=each)) for at, each in enumerate(latest)]
-        return [job.number for job in compare.best_first(jobs)]
+        made = [SimpleNamespace(number=at, metrics=SimpleNamespace(latest=each)) for at, each in enumerate(latest)]
+        return [job.number for job in best_first(made)]
 
     one, other = {"loss": 1.0, "validation_loss": 3.0}, {"loss": 2.0, "validation_loss": 2.0}
     assert order(one, {}, other) == [2, 0, 1]
@@ -272,7 +273,7 @@ def test_compare_ranks_by_validation_loss_only_if_all_jobs_with_a_loss_have_one(
 
 def test_compared_specs_show_differing_values_by_key_path():
     specs = [{"a": {"b": 1, "c": [1]}, "name": "x"}, {"a": {"b": 1, "c": [2]}, "d": {}, "name": "y"}]
-    assert compare.differing(specs) == [{"a.c": [1], "d": None}, {"a.c": [2], "d": {}}]
-    assert compare.differing([]) == []
+    assert differing(specs) == [{"a.c": [1], "d": None}, {"a.c": [2], "d": {}}]
+    assert differing([]) == []
     named = [{"name": name, "optimizer": {"name": optimizer}} for name, optimizer in ("xa", "yb", "za")]
-    assert [each["optimizer.name"] for each in compare.differing(named)] == ["a", "b", "a"]
+    assert [each["optimizer.name"] for each in differing(named)] == ["a", "b", "a"]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from manta.api.metrics import control_plane, jobs, requests
-from manta.api.metrics.families import Family
+from manta.api.metrics import Family, control_plane, jobs
 
 FAMILIES: tuple[Family, ...] = (*jobs.FAMILIES, *control_plane.FAMILIES)
 
 
 def sample_names() -> set[str]:
     """As they are in queries: those of the process, which Prometheus' own client adds, aside."""
-    of_histogram = {f"{requests.NAME}_{part}" for part in ("bucket", "count", "sum")}
+    of_histogram = {f"{control_plane.REQUEST_SECONDS}_{part}" for part in ("bucket", "count", "sum")}
     return {family.name for family in FAMILIES} | of_histogram

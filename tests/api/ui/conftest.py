@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
-from manta.api.ui.mounting import DIGEST
+from manta.api.ui import DIGEST
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, Complaints, Sample, Viewer, served, sign_in
 
 

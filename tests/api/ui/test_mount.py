@@ -12,8 +12,7 @@ from manta.api import ui
 from manta.api.app import create_app
 from manta.api.app_state import state_of
 from manta.api.security import credentials
-from manta.api.ui import mount
-from manta.api.ui.mounting import DIGEST, FILES, document_for
+from manta.api.ui import DIGEST, FILES, document_for, mount
 from manta.service.store import Store
 from tests.api.support.keys import ADMIN, add_admin, bearer
 
@@ -94,7 +93,7 @@ def test_dashboard_files_are_cached_forever_and_pages_never(tmp_path):
             policy = response.headers["content-security-policy"]
             assert "default-src 'none'" in policy and "unsafe" not in policy
             assert response.headers["x-content-type-options"] == "nosniff"
-        for path in (f"/ui/static/{DIGEST}/../mounting.py", f"/ui/static/{DIGEST}/nope.js", "/ui/static/other/main.js"):
+        for path in (f"/ui/static/{DIGEST}/../__init__.py", f"/ui/static/{DIGEST}/nope.js", "/ui/static/other/main.js"):
             assert http.get(path).status_code == 404, path
 
 

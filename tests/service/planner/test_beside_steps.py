@@ -85,7 +85,7 @@ def test_a_host_that_is_slower_than_its_gpu_is_waited_for_in_each_forward():
         model_of(spec, Cluster(measured(machine_of("a100"), replace(gpu, host_seconds=seconds)), 1, 1))
         for seconds in (1e-4, 1e-9)
     )
-    budgets = slow.passes.budgets_of_stage(spec.model.layers, True, True, slow.cluster.machine)
+    budgets = slow.passes.budgets(range(spec.model.layers), True, True)
     assert validation_seconds(slow) == pytest.approx(spec.micro_batches * budgets[0].operations * 1e-4)
     assert validation_seconds(fast) == pytest.approx(spec.micro_batches * budgets[0].device_seconds)
 

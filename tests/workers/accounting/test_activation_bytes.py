@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import papers
@@ -13,12 +14,17 @@ from manta.workers.accounting.activation_bytes import (
     bytes_of_rank,
     chunk_bytes,
     deferred_bytes,
-    layer_bytes,
-    layer_input_bytes,
     layer_terms,
+    saved_terms,
 )
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.schedules.action_lists import training_actions
+
+
+def layer_bytes(job_spec: JobSpec, modules: Collection[str] = ()) -> int:
+    """Bytes that a layer saves, if `modules` are recomputed."""
+    return sum(layer_terms(job_spec, 0, modules).values())
+
 
 TABLE_2 = {
     "no parallelism": {},
@@ -104,8 +110,11 @@ def test_modules_leave_out_their_own_tensors():
     assert everything - layer_bytes(job_spec, ["mlp_activation"]) == 8 * sbh
     assert everything - layer_bytes(job_spec, ["core_attention"]) == 5 * 64 * 2048**2 * 4
     assert layer_bytes(job_spec, ["core_attention", "norm", "mlp_activation"]) == 22 * sbh + 16 * 2048 * 4 + 4 * 4 * 64
-    assert layer_input_bytes(job_spec) == papers.table2_bytes(job_spec.model, 4, recompute="full") == 2 * sbh
-    assert sum(layer_terms(job_spec).values()) == everything
+    assert (
+        sum(saved_terms(job_spec, 0, "full").values())
+        == papers.table2_bytes(job_spec.model, 4, recompute="full")
+        == 2 * sbh
+    )
 
 
 def test_activation_bytes_of_fused_attention_do_not_grow_with_squared_length():
@@ -210,7 +219,9 @@ def test_activations_of_a_chunk_follow_the_recompute_policy_only_if_it_applies()
     job, everything = spec(model={"layers": 6}, parallel={"pipeline": 3}), held(True)
     assert everything == 2 * layer_bytes(job)
     every_third = {"recompute": "full", "recompute_every": 3}
-    assert held(True, **every_third) == layer_bytes(job) + layer_input_bytes(job), "of layer 3 only the input"
+    assert held(True, **every_third) == layer_bytes(job) + sum(saved_terms(job, 0, "full").values()), (
+        "of layer 3 only the input"
+    )
     assert held(False, **every_third) == everything
     norms = {"recompute": "selective", "recompute_modules": ["norm"]}
     assert held(True, **norms) == 2 * layer_bytes(job, ["norm"]) < everything

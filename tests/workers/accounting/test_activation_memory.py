@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import cache
 
 import papers
@@ -11,9 +10,8 @@ import torch
 from engine_specs import spec
 from one_layer import held_by_layer, held_bytes, lone_rank
 
-from manta.workers.accounting.activation_bytes import chunk_bytes, layer_bytes, layer_input_bytes
+from manta.workers.accounting.activation_bytes import chunk_bytes, layer_terms, saved_terms
 from manta.workers.config import JobSpec
-from manta.workers.data.batches import Documents
 from manta.workers.engine import Engine
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute import Recompute
@@ -29,7 +27,6 @@ TABLE_2 = {
     "tensor + sequence parallel + selective recompute": (True, "selective"),
     "full activation recomputation": (False, "full"),
 }
-ALL_MODULES = ("core_attention", "norm", "mlp_activation")
 measured = cache(held_by_layer)
 
 
@@ -81,77 +78,16 @@ def test_full_recomputation_keeps_a_tensor_rank_share_of_the_input_under_sequenc
     assert measured(paper_layer(tensor, True, "full")) == 2 * 512 * 512 // tensor
 
 
-def job(
-    tensor: int = 1, sequence_parallel: bool = False, attention: str = "explicit", dropout: float = 0.0, **more
-) -> JobSpec:
-    """A small layer with numbers that are all different."""
-    model = {"hidden_size": 48, "heads": 8, "sequence_length": 20, "dropout": dropout, "ffn_hidden_size": 80}
-    return spec(
-        model=model | more.get("model", {}),
-        train={"micro_batch_size": 3, "attention": attention} | more.get("train", {}),
-        parallel={"tensor": tensor, "sequence_parallel": sequence_parallel} | more.get("parallel", {}),
-    )
-
-
-@pytest.mark.parametrize("modules", [c for n in range(1, 4) for c in itertools.combinations(ALL_MODULES, n)], ids=str)
-@pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("explicit", 0.0), ("sdpa", 0.0)])
-@pytest.mark.parametrize(("tensor", "sequence_parallel"), [(1, False), (2, False), (4, True)])
-def test_measured_activations_match_the_accounting_for_every_recompute_policy(
-    tensor, sequence_parallel, attention, dropout, modules
-):
-    policy = {"recompute": "selective", "recompute_modules": modules}
-    job_spec = job(tensor, sequence_parallel, attention, dropout, parallel=policy)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec, modules)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize(("attention", "dropout"), [("explicit", 0.1), ("sdpa", 0.0)])
-@pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (1, 2), (2, 4), (4, 2), (4, 4)])
-def test_measured_activations_match_the_accounting_with_grouped_queries(tensor, groups, attention, dropout, recompute):
-    model, policy = {"kv_heads": groups}, {"recompute": recompute}
-    job_spec = job(tensor, tensor > 1, attention, dropout, model=model, parallel=policy)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec, ("core_attention",) if recompute == "selective" else ())
-
-
-@pytest.mark.parametrize("modules", [(), ("norm", "mlp_activation"), ALL_MODULES], ids=str)
-@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
-@pytest.mark.parametrize(("tensor", "groups"), [(1, 8), (2, 4), (4, 2)])
-@pytest.mark.parametrize("family", ["llama", "qwen"])
-def test_measured_activations_match_the_accounting_for_every_family(family, tensor, groups, attention, modules):
-    model = {"family": family, "kv_heads": groups, "head_dim": 10}
-    policy = {"recompute": "selective", "recompute_modules": modules} if modules else {}
-    job_spec = job(tensor, tensor > 1, attention, model=model, parallel=policy)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec, modules)
-
-
-@pytest.mark.parametrize(("groups", "attention"), [(8, "explicit"), (8, "sdpa"), (2, "sdpa")])
-def test_sliding_window_keeps_the_activation_bytes_that_the_arithmetic_says(groups, attention):
-    model = {"family": "llama", "kv_heads": groups, "sliding_window": 5}
-    job_spec = job(attention=attention, model=model)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec)
-
-
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
-@pytest.mark.parametrize(("family", "tensor", "groups"), [("gpt", 1, 8), ("qwen", 2, 2)])
-def test_measured_activations_match_the_accounting_with_separate_documents(
-    family, tensor, groups, attention, recompute
-):
-    job_spec = job(
-        tensor, tensor > 1, attention, model={"family": family, "kv_heads": groups}, parallel={"recompute": recompute}
-    )
-    job_spec = job_spec.model_copy(update={"data": job_spec.data.model_copy(update={"documents": "apart"})})
-    documents = Documents(((0, 7, 8), (0,), (0, 13)), 20)
-    modules = ("core_attention",) if recompute == "selective" else ()
-    assert held_by_layer(job_spec, documents) == layer_bytes(job_spec, modules)
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_activation_bytes_in_bf16_differ_only_by_norm_statistics_on_a_cpu(sequence_parallel):
     """CPUs keep them in 16 bits too, GPUs in fp32, as the arithmetic has it."""
-    job_spec = job(2, sequence_parallel, dropout=0.1, train={"precision": "bf16"})
+    job_spec = spec(
+        model={"hidden_size": 48, "heads": 8, "sequence_length": 20, "dropout": 0.1},
+        train={"micro_batch_size": 3, "attention": "explicit", "precision": "bf16"},
+        parallel={"tensor": 2, "sequence_parallel": sequence_parallel},
+    )
     outside = 3 * 20 // (2 if sequence_parallel else 1)
-    assert held_by_layer(job_spec) == layer_bytes(job_spec) - 4 * outside * 2
+    assert held_by_layer(job_spec) == sum(layer_terms(job_spec).values()) - 4 * outside * 2
 
 
 def held_by_chunk(job_spec: JobSpec, rank: int, chunk: int, run: ForwardPass) -> int:
@@ -239,5 +175,5 @@ def test_frozen_weights_keep_no_activations_for_their_gradients(frozen, attentio
 
 
 def test_fully_recomputed_layer_keeps_only_its_input():
-    job_spec = job(parallel={"recompute": "full"})
-    assert held_by_layer(job_spec) == layer_input_bytes(job_spec) == 20 * 3 * 48 * 4
+    job_spec = spec(train={"micro_batch_size": 3}, parallel={"recompute": "full"})
+    assert held_by_layer(job_spec) == sum(saved_terms(job_spec, 0, "full").values()) == 8 * 3 * 32 * 4

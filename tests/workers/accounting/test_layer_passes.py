@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_specs import spec
 
-from manta.workers.accounting.activation_bytes import deferred_layer_bytes, layer_bytes
+from manta.workers.accounting.activation_bytes import deferred_layer_bytes, layer_terms
 from manta.workers.accounting.layer_passes import LayerPasses
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.accounting.step_peak import StepPeak
@@ -46,12 +46,12 @@ def jobs() -> list[JobSpec]:
 def test_backward_frees_what_forward_left_except_deferred_parts(modules, gpu):
     for job in jobs():
         layer = LayerPasses(job, 0, modules, gpu)
-        deferred = sum(layer.deferred()) if layer.split else 0
+        deferred = -sum(each.net for each in layer.deferred()) if layer.split else 0
         assert layer.forward().net == layer.saved
         assert layer.forward(keeps=False).net == layer.sizes.residual
         assert layer.backward().net == deferred - layer.saved
         assert not layer.split or deferred == deferred_layer_bytes(job)
-        assert gpu or layer.saved == layer_bytes(job, modules)
+        assert gpu or layer.saved == sum(layer_terms(job, 0, modules).values())
 
 
 def test_recomputed_layer_leaves_nothing_but_briefly_takes_all():

@@ -26,9 +26,7 @@ GPT = {"layers": 12, "tie_embeddings": False}
     [
         {},
         {"tie_embeddings": False, "kv_heads": 2, "bias": False},
-        {"family": "llama"},
         {"family": "llama", "kv_heads": 1, "bias": True, "tie_embeddings": True},
-        {"family": "qwen", "kv_heads": 2},
     ],
     ids=str,
 )

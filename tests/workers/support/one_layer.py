@@ -112,21 +112,27 @@ class _Births(DispatchMode):
                 self.storages.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() if born else 0))
 
 
-def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
-    """Bytes of all storages that were made in `forward` and are still alive once nobody has its result: what backward
+def held_tensors(forward: Callable[[], torch.Tensor]) -> tuple[list[int], GradientEdge]:
+    """Bytes of each storage that was made in `forward` and is still alive once nobody has its result: what backward
     needs, whoever holds it. Parameters were there before. Also where backward begins, which is what holds them."""
     births = _Births()
     with births:
         edge = get_gradient_edge(forward())
-    return sum(size for storage, size in births.storages.values() if not storage.expired()), edge
+    return [size for storage, size in births.storages.values() if size and not storage.expired()], edge
 
 
-def held_by_layer(spec: JobSpec, documents: Documents | None = None) -> int:
+def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
+    """The sum of `held_tensors`."""
+    sizes, edge = held_tensors(forward)
+    return sum(sizes), edge
+
+
+def held_by_layer(spec: JobSpec) -> int:
     """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
     layer = OneLayer(spec)
     source = layer.input().requires_grad_()
-    layer.forward(source * 1.0, documents)  # makes the tables that all layers share
-    return held_bytes(lambda: layer.forward(source * 1.0, documents))[0]
+    layer.forward(source * 1.0)  # makes the tables that all layers share
+    return held_bytes(lambda: layer.forward(source * 1.0))[0]
 
 
 class FlopCounter(DispatchMode):

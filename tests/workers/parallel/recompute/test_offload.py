@@ -113,8 +113,7 @@ def test_offload_copies_each_saved_activation_once_and_no_parameters_or_tables(m
     kept = forward(engine, policy_of)
     assert kept.requires_grad
     layout = engine.spec.layout
-    modules = layout.recompute_modules if layout.recompute == "selective" else ()
-    terms = [saved_terms(engine.spec, layer, layout.recompute, modules) for layer in range(4)]
+    terms = [saved_terms(engine.spec, layer, layout.recompute) for layer in range(4)]
     expected = sum(sum(offloaded(engine.spec, 0, place, each)) for place, each in enumerate(terms))
     assert sum(each.nbytes for each in host.copied) == expected
     stay = {offload.memory_of(each) for each in (engine.flat.parameters, *engine.model.chunks[0].shared.all_tables())}

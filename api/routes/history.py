@@ -1,24 +1,38 @@
-"""The plan of a job, compared with measurements."""
+"""Where a job's time went: its ledger, its plan compared with measurements, its recoveries."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request, Response
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
 
 from manta.api import schemas, views
-from manta.api.parameters import Control
+from manta.api.parameters import Control, Cursor, Limit
 from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.control.control_plane import ControlPlane
+from manta.service.errors import InvalidParameter
 from manta.service.planner.job_plan import NotPlanned, drawn
-from manta.service.store import jobs, plans
+from manta.service.store import jobs, ledgers, plans, recoveries
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
-router = APIRouter(prefix="/v1/jobs/{job_id}/plan", tags=["plans"])
+router = APIRouter(prefix="/v1/jobs/{job_id}")
 SVG = "image/svg+xml"
 
 
-@router.get("", responses=reads(*OF_A_JOB))
+@router.get("/ledger", tags=["ledger"], responses=reads(*OF_A_JOB, InvalidParameter))
+def get_ledger(
+    control: Control,
+    job_id: JobId,
+    intervals: Annotated[bool, Query(description="Whether to include the timeline")] = False,
+) -> schemas.Ledger:
+    """Every second of the job by class, from its submission to its end, or until now."""
+    return views.ledger_view(control.store.query(ledgers.of_job, job_id, time.time()), intervals)
+
+
+@router.get("/plan", tags=["plans"], responses=reads(*OF_A_JOB))
 def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
     """The planned time and memory of the job's steps, from when it last started or changed its layout, with
     measurements."""
@@ -26,7 +40,8 @@ def get_job_plan(control: Control, job_id: JobId) -> schemas.JobPlan:
 
 
 @router.get(
-    "/picture",
+    "/plan/picture",
+    tags=["plans"],
     response_class=Response,
     responses={
         200: {"content": {SVG: {"schema": {"type": "string"}}}},
@@ -38,6 +53,17 @@ async def get_job_plan_picture(request: Request, control: Control, job_id: JobId
     loads no resources."""
     picture = await read_threads_of(request).plans.run(lambda: _picture(control, job_id))
     return Response(picture, media_type=SVG)
+
+
+@router.get("/recoveries", tags=["recoveries"], responses=reads(*OF_A_JOB, InvalidParameter))
+def list_recoveries(
+    control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
+) -> schemas.Items[schemas.Recovery]:
+    """A job's recoveries, oldest first."""
+    with control.store.read() as session:
+        jobs.get(session, job_id)
+        page = recoveries.page(session, job_id, limit, cursor)
+    return schemas.Items(items=[views.recovery_view(row) for row in page.items], next_cursor=page.next_cursor)
 
 
 def _picture(control: ControlPlane, job_id: str) -> str:

@@ -7,9 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.api import tracking
+from manta.api.cli import track
+from manta.api.cli.track import (
+    MlflowRun,
+    NotInstalled,
+    TensorBoardFiles,
+    TrackingFailed,
+    WandbRun,
+    carry_over,
+    flattened,
+)
 from manta.api.schemas import MetricSeries
-from manta.api.tracking import MlflowRun, NotInstalled, TensorBoardFiles, TrackingFailed, WandbRun, flattened, track
 
 
 class Growing:
@@ -44,7 +52,7 @@ class Noted:
 
 def test_tracking_writes_each_step_once_with_its_finite_numbers():
     first, second = Noted(), Noted()
-    done = track(Growing(0, 2, 2, 4), "j", [first, second], poll_seconds=0.0)
+    done = carry_over(Growing(0, 2, 2, 4), "j", [first, second], poll_seconds=0.0)
     assert done.state == "SUCCEEDED"
     assert first.rows == [
         (1, {"loss": 1.0}),
@@ -59,7 +67,7 @@ def test_tracking_writes_each_step_once_with_its_finite_numbers():
 @pytest.mark.parametrize("state", ["CANCELLED", "FAILED"])
 def test_tracking_reports_a_job_short_of_its_last_step_as_unsuccessful(state):
     target = Noted()
-    track(Growing(1, 2, state=state), "j", [target], poll_seconds=0.0)
+    carry_over(Growing(1, 2, state=state), "j", [target], poll_seconds=0.0)
     assert (len(target.rows), target.ended) == (2, [False])
 
 
@@ -103,7 +111,7 @@ def test_missing_tracking_package_is_reported_with_its_install_command(monkeypat
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(tracking.importlib, "import_module", missing)
+    monkeypatch.setattr(track.importlib, "import_module", missing)
     with pytest.raises(NotInstalled, match="mlflow-skinny is not installed here: pip install mlflow-skinny"):
         MlflowRun("mine", JOB)
 

@@ -1,15 +1,15 @@
-"""A partly frozen model (`train.frozen`): the passes of its virtual stages, and the parameters and bytes of its ranks.
-Pure Python.
+"""Layers of different kinds: the passes of virtual stages that have them, and with `train.frozen` the parameters and
+bytes of ranks. Pure Python.
 
-Backward ends in the first layer that a gradient reaches; the layers below only run forward. Above, frozen weights need
-no gradient products, sums or casts of their own; gradients still pass through them.
+Layers differ by which of their parameters are frozen. Backward ends in the first layer that a gradient reaches; the
+layers below only run forward. Above, frozen weights need no gradient products, sums or casts of their own; gradients
+still pass through them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from itertools import accumulate, pairwise
 
@@ -19,11 +19,10 @@ from manta.service.planner.operations import Budget, Passes, host_wait
 from manta.service.planner.pipeline import StageTimes
 from manta.service.planner.stage_shares import Counts, chunks_of
 from manta.workers.accounting.activation_bytes import saved_terms
-from manta.workers.accounting.flops import frozen_of_layers, rank_parameters, trained_parameters
-from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.accounting.flops import ParameterCounts, parameter_counts
+from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.stages import even_counts
-from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_by_layer, frozen_names
+from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, frozen_names, output_weight, padded_rows
 
 Budgets = tuple[Budget, Budget, Budget]
 """Forward, and both halves of backward."""
@@ -31,32 +30,53 @@ Sums = tuple[int, ...]
 """Prefix sums over layers: of none, of the model's first, of its first two, and so on."""
 
 
-class FrozenPasses:
-    """Times of one job's virtual stages, whose layers may have different parts frozen."""
+class StagePasses:
+    """Times of one job's virtual stages."""
 
-    def __init__(self, layer: LayerTime, passes: Passes):
-        """`layer`, `passes`: times of the job's parts with everything trained."""
-        self._layer, self._passes, spec = layer, passes, layer.spec
-        self._frozen, self._first = frozen_by_layer(spec), first_trained_layer(spec.model, spec.train.frozen)
-        self._known: dict[frozenset[str], tuple[Budget, Budget]] = {}
-        self._times: dict[tuple[int, frozenset[tuple[frozenset[str], int]], bool, bool], StageTimes] = {}
+    def __init__(self, layer: LayerTime, parts: Passes | None = None):
+        """`parts`: times of the parts of the model with everything trained, if they are not those of `layer`."""
+        self.layer, self.parts, spec = layer, parts or layer.passes(), layer.spec
+        self.is_frozen = bool(spec.train.frozen)
+        """Whether a part of the model is not trained."""
+        self._first = first_trained_layer(spec.model, spec.train.frozen)
+        self._frozen = frozen_by_layer(spec) if self.is_frozen else ()
+        whole = self.parts.backward_input, self.parts.backward_weight
+        self._known: dict[frozenset[str], tuple[Budget, Budget]] = {} if self.is_frozen else {frozenset(): whole}
+        self._times: dict[object, StageTimes] = {}
 
-    def times(self, layers: range, first: bool, last: bool) -> StageTimes:
+    def times(self, layers: range, first: bool = False, last: bool = False) -> StageTimes:
         """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
-        key = len(layers), frozenset(self._kinds(layers).items()), first, last
+        kinds = frozenset(self._kinds(layers).items()) if self.is_frozen else None
+        key = len(layers), kinds, first, last
         if key not in self._times:
             self._times[key] = StageTimes(*(budget.seconds for budget in self.budgets(layers, first, last)))
         return self._times[key]
 
+    def times_of(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+        """Times of a virtual stage with so many layers. With `train.frozen` only those of its forward: the others
+        depend on which layers it has."""
+        if not self.is_frozen:
+            return self.times(range(layers), first, last)
+        key = layers, first, last
+        if key not in self._times:
+            forward = self._forward(layers, first, last).wait_for_host(self.layer.machine)
+            self._times[key] = StageTimes(forward.seconds, 0.0, 0.0)
+        return self._times[key]
+
+    def seconds(self, counts: Collection[int]) -> float:
+        """Seconds of inner virtual stages with these numbers of layers, in total."""
+        known = {layers: self.times_of(layers).seconds for layers in set(counts)}
+        return sum(map(known.__getitem__, counts))
+
     def budgets(self, layers: range, first: bool, last: bool) -> Budgets:
         """Times of a virtual stage, as in `times`, broken down by what the time goes to."""
-        passes, machine = self._passes, self._layer.machine
-        forward, backward, weight = passes.forward_of_stage(len(layers), first, last), Budget(), Budget()
+        machine, forward = self.layer.machine, self._forward(len(layers), first, last)
+        backward, weight = Budget(), Budget()
         for kind, times in self._kinds(layers).items():
             of_input, of_weight = self._backward(kind)
             backward, weight = backward.plus(of_input, times), weight.plus(of_weight, times)
         if first and self._first < 0:
-            backward = backward.plus(passes.first_backward)
+            backward = backward.plus(self.parts.first_backward)
         if last:
             backward = backward.plus(self._last_backward)
         if machine.gpu is not None and first and last:
@@ -64,33 +84,32 @@ class FrozenPasses:
             return forward, backward, weight
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
 
-    def _kinds(self, layers: range) -> Counter[frozenset[str]]:
+    def _forward(self, layers: int, first: bool, last: bool) -> Budget:
+        """The stage's forward, without waiting for the host."""
+        forward = Budget().plus(self.parts.forward, layers)
+        if first:
+            forward = forward.plus(self.parts.first_forward)
+        return forward.plus(self.parts.last_forward) if last else forward
+
+    def _kinds(self, layers: range) -> Mapping[frozenset[str], int]:
         """Of these layers that have a backward, how many have the same parameters frozen."""
+        if not self.is_frozen:
+            return {frozenset(): len(layers)}
         return Counter(self._frozen[max(layers.start, self._first) : layers.stop])
 
     def _backward(self, frozen: frozenset[str]) -> tuple[Budget, Budget]:
         """Both halves of the backward of a layer in which the parameters `frozen` are not trained."""
         if frozen not in self._known:
-            layer = self._layer.without(frozen)
+            layer = self.layer.without(frozen)
             self._known[frozen] = layer.backward_input(), layer.backward_weight()
         return self._known[frozen]
 
     @cached_property
     def _last_backward(self) -> Budget:
-        tied = self._layer.spec.model.tie_embeddings
-        output = TOKEN_EMBEDDING if tied else "output.weight"
-        return self._layer.without(frozenset({output} & frozen_names(self._layer.spec))).output_backward()
-
-
-@dataclass(frozen=True)
-class _Parameters:
-    """Parameters on one tensor rank: prefix sums of the layers, and what the stages at the ends, or a stage that is
-    both ends, have besides layers."""
-
-    before: Sums
-    first: int
-    last: int
-    both: int
+        spec = self.layer.spec
+        if not self.is_frozen:
+            return self.parts.last_backward
+        return self.layer.without(frozenset({output_weight(spec.model)} & frozen_names(spec))).output_backward()
 
 
 class FrozenSizes:
@@ -98,7 +117,7 @@ class FrozenSizes:
 
     def __init__(self, job: JobSpec):
         self._job = job
-        self._known: dict[int, tuple[_Parameters, _Parameters]] = {}
+        self._known: dict[int, tuple[ParameterCounts, ParameterCounts]] = {}
         self._kept: dict[tuple[int, int, str], Sums] = {}
 
     def whole(self, tensor: int) -> int:
@@ -118,7 +137,7 @@ class FrozenSizes:
         at, and if chunks turn back only its first one, since the last chunk's may be released before all of the first
         chunk's have come."""
         held, with_gradients = self._parameters(candidate.tensor)
-        kept = _of_ranks(candidate, counts, _Parameters(self._kept_before(candidate), 0, 0, 0))
+        kept = _of_ranks(candidate, counts, ParameterCounts(self._kept_before(candidate), 0, 0, 0))
         if SCHEDULES[candidate.schedule].turns_back:
             kept[0] = self._kept_before(candidate)[counts[0]]
         if candidate.virtual_stages > 1:
@@ -130,30 +149,13 @@ class FrozenSizes:
             for rank, (own, moved, bytes_kept) in enumerate(ranks)
         )
 
-    def _parameters(self, tensor: int) -> tuple[_Parameters, _Parameters]:
+    def _parameters(self, tensor: int) -> tuple[ParameterCounts, ParameterCounts]:
         """All parameters, and those with gradients."""
         if tensor not in self._known:
-            frozen = frozen_of_layers(self._with(tensor, 1))
-            layer = rank_parameters(self._with(tensor, 1, layers=2))[0] - rank_parameters(self._with(tensor, 1, 1))[0]
-            held = self._split(tensor, [layer] * len(frozen), rank_parameters)
-            self._known[tensor] = held, self._split(tensor, [layer - each for each in frozen], trained_parameters)
+            model, rows = self._job.model, padded_rows(self._job.vocabulary_size, tensor) // tensor
+            held, frozen = (parameter_counts(model, tensor, rows, names) for names in (None, frozen_names(self._job)))
+            self._known[tensor] = held, held.minus(frozen)
         return self._known[tensor]
-
-    def _split(self, tensor: int, layers: list[int], of: Callable[[JobSpec], tuple[int, ...]]) -> _Parameters:
-        before = tuple(accumulate(layers, initial=0))
-
-        def ends(pipeline: int) -> list[int]:
-            behind = [before[end] for end in accumulate(even_counts(len(layers), pipeline), initial=0)]
-            ranks = of(self._with(tensor, pipeline))
-            return [rank - (b - a) for rank, (a, b) in zip(ranks, pairwise(behind), strict=True)]
-
-        return _Parameters(before, *(ends(2) if len(layers) > 1 else (0, 0)), *ends(1))
-
-    def _with(self, tensor: int, pipeline: int, layers: int | None = None) -> JobSpec:
-        model, layout = self._job.model, ParallelConfig(tensor=tensor, pipeline=pipeline)
-        if layers is not None:
-            model = model.model_copy(update={"layers": layers})
-        return self._job.model_copy(update={"model": model, "parallel": layout})
 
     def _kept_before(self, candidate: Candidate) -> Sums:
         """Prefix sums of the bytes that layers keep of one full micro-batch."""
@@ -161,16 +163,15 @@ class FrozenSizes:
         if key not in self._kept:
             spec = candidate.on_one_stage().spec(self._job)
             first = first_trained_layer(spec.model, spec.train.frozen)
-            modules = spec.layout.recompute_modules if candidate.recompute == "selective" else ()
             layers = (
-                sum(saved_terms(spec, layer, candidate.recompute, modules).values()) if layer >= first else 0
+                sum(saved_terms(spec, layer, candidate.recompute).values()) if layer >= first else 0
                 for layer in range(spec.model.layers)
             )
             self._kept[key] = tuple(accumulate(layers, initial=0))
         return self._kept[key]
 
 
-def _of_ranks(candidate: Candidate, counts: Counts, of: _Parameters) -> list[int]:
+def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:
     """Parameters `of` on each pipeline rank."""
     stages = [b - a for a, b in pairwise(of.before[end] for end in accumulate(counts, initial=0))]
     chunks = chunks_of(candidate.schedule, candidate.pipeline, candidate.virtual_stages)

@@ -1,1 +1,0 @@
-"""Answers that go on: streams of events, and requests that wait."""

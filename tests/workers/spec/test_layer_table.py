@@ -1,0 +1,124 @@
+"""The table of a layer says what the layers of workers/model do: which weights they have, which products they compute,
+and which tensors they save for backward."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from dispatch_mode import DispatchMode
+from engine_specs import spec
+from job_cover import Factors, Row, cover
+from one_layer import OneLayer, held_tensors
+
+from manta.workers.accounting.activation_bytes import layer_terms, tokens_of
+from manta.workers.config import JobSpec
+from manta.workers.data.batches import Documents
+from manta.workers.parallel.tensor.shards import named_shards
+from manta.workers.spec.layer_table import LayerTable, layer_table
+from manta.workers.spec.parameters import frozen_by_layer
+
+MODULES = ("core_attention", "norm", "mlp_activation")
+FACTORS: Factors = {
+    "family": (("gpt", True), ("gpt", False), ("llama", True), ("llama", False), ("qwen", False)),
+    "heads": ((8, None), (8, 10), (2, None), (2, 10), (1, 10)),
+    "layout": ((1, False), (2, False), (2, True), (4, True)),
+    "attention": (("explicit", 0.1), ("explicit", 0.0), ("sdpa", 0.0)),
+    "modules": ((), *((each,) for each in MODULES), MODULES[1:], MODULES),
+    "documents": ("together", "apart"),
+    "window": (None, 5),
+    "frozen": ((), ("*.mlp",), ("*.q", "*.up"), ("*.qkv", "*.kv", "*.down"), ("*.attention.*", "*.gate")),
+}
+"""Family and biases; key-value heads and size of a head; tensor ranks and sequence parallelism; written out or fused,
+and dropout; recomputed modules."""
+
+
+def job_of(row: Row) -> JobSpec:
+    """A small job whose sizes are all different. Raises SpecError for a row that no job has."""
+    (family, bias), (groups, size), (tensor, split) = row["family"], row["heads"], row["layout"]
+    attention, dropout = row["attention"]
+    model = {"family": family, "bias": bias, "kv_heads": groups, "head_dim": size, "dropout": dropout, "heads": 8}
+    model |= {"hidden_size": 48, "sequence_length": 20, "ffn_hidden_size": 80, "sliding_window": row["window"]}
+    layout: dict[str, Any] = {"tensor": tensor, "sequence_parallel": split}
+    if row["modules"]:
+        layout |= {"recompute": "selective", "recompute_modules": row["modules"]}
+    job = spec(model=model, train={"micro_batch_size": 3, "attention": attention}, parallel=layout)
+    documents = job.data.model_copy(update={"documents": row["documents"]})
+    train = job.train.model_copy(update={"frozen": row["frozen"]})
+    return job.model_copy(update={"data": documents, "train": train})
+
+
+FUSED = {"layout": (1, False), "attention": ("sdpa", 0.0), "frozen": ("*.output",), "window": None, "heads": (2, None)}
+ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
+    {"family": (family, False), "modules": modules, "documents": documents, **FUSED}
+    for family, modules, documents in product(("gpt", "qwen"), ((), ("core_attention",)), ("together", "apart"))
+]
+
+
+class _Products(DispatchMode):
+    """Counts products with matrices by their three lengths. Batches of products are those of attention if it is written
+    out, otherwise parts of one product."""
+
+    def __init__(self, written_out: bool) -> None:
+        super().__init__()
+        self.lengths: Counter[tuple[int, ...]] = Counter()
+        self.names = ("mm", "addmm", "addmm_") if written_out else ("mm", "addmm", "addmm_", "bmm")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name in self.names:
+            left, right = args[1:3] if name.startswith("addmm") else args[:2]
+            rows, inner = left.flatten(0, -2).shape
+            self.lengths[tuple(sorted((rows, inner, right.shape[-1])))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def shapes(table: LayerTable) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's parameters on a rank, by name."""
+    weights = {f"{w.name}.weight": (w.rows,) if w.is_vector else (w.rows, w.columns) for w in table.weights}
+    return weights | {f"{w.name}.bias": (w.rows,) for w in table.weights if w.has_bias}
+
+
+@pytest.mark.parametrize("job", [pytest.param(job_of(row), id=repr(row)) for row in ROWS])
+def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
+    layer, table, frozen = OneLayer(job), layer_table(job.model, job.layout.tensor), frozen_by_layer(job)[0]
+    shards = {entry.name: entry.parameter for entry in named_shards(layer.layer)}
+    assert {name: tuple(parameter.shape) for name, parameter in shards.items()} == shapes(table)
+    assert table.parameters == {name: parameter.numel() for name, parameter in shards.items()}
+    for name, parameter in shards.items():
+        parameter.requires_grad_(name not in frozen)
+    documents = Documents(((0, 7, 8), (0,), (0, 13)), 20) if job.data.documents == "apart" else None
+    source = layer.input().requires_grad_()
+    layer.forward(source * 1.0, documents)  # makes the tables that all layers share
+    with _Products(job.attention_is_explicit) as forward:
+        saved, edge = held_tensors(lambda: layer.forward(source * 1.0, documents))
+    modules = job.layout.recompute_modules if job.layout.recompute == "selective" else ()
+    terms = layer_terms(job, 0, modules)
+    assert sum(saved) == sum(terms.values())
+    if documents is None:  # otherwise attention saves tensors of each document
+        assert sorted(saved) == sorted(terms.values())
+    with _Products(job.attention_is_explicit) as backward:
+        torch.autograd.backward([edge], [torch.ones_like(source)])
+    lengths = {w.name: tuple(sorted((tokens_of(job)[0], w.rows, w.columns))) for w in table.weights if not w.is_vector}
+    assert forward.lengths == Counter(lengths.values())
+    trained = [each for name, each in lengths.items() if f"{name}.weight" not in frozen]
+    assert backward.lengths == Counter([*lengths.values(), *trained])
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("groups", [8, 4])
+def test_logical_matrices_of_a_weight_have_each_of_its_rows_once(groups, tensor):
+    job = spec(model={"family": "qwen", "hidden_size": 64, "heads": 8, "kv_heads": groups, "head_dim": 4})
+    table = layer_table(job.model, tensor)
+    for weight in table.weights:
+        rows = [
+            part.first + block * part.stride + row
+            for part in weight.parts
+            for block in range(part.blocks)
+            for row in range(part.length)
+        ]
+        assert sorted(rows) == list(range(weight.rows))
+    assert {"attention.q", "attention.k", "attention.v", "mlp.gate", "mlp_norm"} < table.logical_matrices.keys()

@@ -1,0 +1,300 @@
+"""What a transformer layer of the built-in families consists of: one table of its operations. Pure Python.
+
+Everything that is known of a layer without running it is computed from this table: names and sizes of parameters
+(`parameters.py`), FLOPs, bytes saved for backward and peak memory (`workers/accounting/`), estimates of time
+(`service/planner/layer_time.py`, `engine_passes.py`), rows of weights in files (`workers/weights/mapping.py`).
+`tests/workers/spec/test_layer_table.py` compares the table with the modules of `workers/model/`.
+
+Sizes are those of one of t tensor ranks. Shapes: h hidden, a heads, g key-value heads, d head size, f inner width of
+the MLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from manta.workers.config import ModelConfig
+
+
+class Tensor(NamedTuple):
+    """An activation: the input or the result of an operation."""
+
+    name: str
+    columns: int
+    """Elements per token."""
+    own: bool = False
+    """Whether a rank has only its own tokens of it: with sequence parallelism a t-th of the sequence."""
+    recomputed_by: str = ""
+    """The module of `parallel.recompute_modules` under which backward recomputes it; empty: none."""
+    part_of: Tensor | None = None
+    """The larger tensor whose memory it is a part of."""
+
+
+class Rows(NamedTuple):
+    """A logical matrix within a weight: `blocks` of consecutive rows."""
+
+    name: str
+    first: int
+    """First row of the first block."""
+    length: int
+    """Rows of a block."""
+    stride: int
+    """Rows from the beginning of one block to the beginning of the next."""
+    blocks: int
+
+
+class Weight(NamedTuple):
+    """The weight of a linear layer, [rows, columns], or of a norm, [rows]."""
+
+    name: str
+    """Name within the layer, without `.weight`."""
+    rows: int
+    columns: int
+    has_bias: bool
+    """Whether there is a bias of as many elements as there are rows."""
+    parts: tuple[Rows, ...]
+    """The logical matrices that its rows are made of."""
+    copies: int = 1
+    """Tensor ranks that hold the same rows."""
+    is_vector: bool = False
+    """Whether it has no second dimension; `columns` is 1 then."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of the weight, without its bias."""
+        return self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over groups of `size` elements; backward needs its input and statistics of each group."""
+
+    name: str
+    x: Tensor
+    """What holds the input: the result may be of a part of it."""
+    y: Tensor
+    size: int
+    rms: bool
+    """An RMS norm, which only scales, instead of a layer norm."""
+    has_bias: bool = False
+
+    @property
+    def weight(self) -> Weight:
+        """The weight, which every group is multiplied by."""
+        return Weight(self.name, self.size, 1, self.has_bias, (_all_rows(self.name, self.size),), is_vector=True)
+
+    @property
+    def groups(self) -> int:
+        """Groups per token."""
+        return self.y.columns // self.size
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of what backward needs of each group, one fp32 number each."""
+        return (f"{self.name}_inverse_root",) if self.rms else (f"{self.name}_mean", f"{self.name}_inverse_deviation")
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of one input with weights. Backward needs the input for the gradients of those that are trained."""
+
+    x: Tensor
+    ys: tuple[Tensor, ...]
+    """The result of each weight."""
+    weights: tuple[Weight, ...]
+    sums: bool
+    """Weights are split over tensor ranks by columns, and results are summed over ranks; otherwise weights are split by
+    rows, and with sequence parallelism the input is gathered."""
+    projects: bool = False
+    """Makes queries, keys and values."""
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotation of queries and keys by their positions, in place as far as backward is concerned, which needs nothing of
+    it."""
+
+    turned: tuple[tuple[int, int], ...]
+    """For each tensor its columns, and how many of these are rotated; the first has most."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Core attention. Backward needs its inputs, and what the kernel or the written-out softmax saves."""
+
+    queries: Tensor
+    """Queries, with the keys and values that the same product makes."""
+    keys_values: tuple[Tensor, ...]
+    """Keys and values that are not in `queries`, nor in what a norm of keys needs."""
+    y: Tensor
+    heads: int
+    key_value_heads: int
+    head_size: int
+    window: int | None
+    """Number of tokens that a token attends to; None: all preceding tokens."""
+    normed: bool
+    """Whether queries and keys are normed before, so that values are a part of what the norm of keys needs."""
+
+    @property
+    def keys(self) -> int:
+        """Columns of the keys, and of the values."""
+        return self.key_value_heads * self.head_size
+
+
+@dataclass(frozen=True)
+class Activation:
+    """The activation function of an MLP, with two inputs of the product of one with the other. Backward needs them."""
+
+    xs: tuple[Tensor, ...]
+    y: Tensor
+
+
+Operation = Norm | Products | Rotary | Attention | Activation
+
+
+@dataclass(frozen=True)
+class Block:
+    """x + dropout(operations(x)), where x is the residual stream."""
+
+    name: str
+    operations: tuple[Operation, ...]
+    dropout: bool
+    """Whether there is dropout before the sum; backward needs its mask, one byte per element."""
+
+    @property
+    def ends_in_product(self) -> bool:
+        """Whether nothing is between the last product and the sum, which without dropout the product computes."""
+        return isinstance(self.operations[-1], Products)
+
+    @property
+    def mask(self) -> str:
+        """Name of the dropout's mask."""
+        return f"{self.name}_dropout_mask"
+
+
+@dataclass(frozen=True)
+class LayerTable:
+    """One layer."""
+
+    blocks: tuple[Block, ...]
+
+    @cached_property
+    def operations(self) -> tuple[Operation, ...]:
+        """All operations, in order."""
+        return tuple(operation for block in self.blocks for operation in block.operations)
+
+    @cached_property
+    def products(self) -> tuple[Products, ...]:
+        """The linear layers, in order, those with a common input together."""
+        return tuple(each for each in self.operations if isinstance(each, Products))
+
+    @cached_property
+    def attention(self) -> Attention:
+        """Core attention."""
+        return next(each for each in self.operations if isinstance(each, Attention))
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All weights, those of linear layers first."""
+        norms = tuple(each.weight for each in self.operations if isinstance(each, Norm))
+        return (*(weight for each in self.products for weight in each.weights), *norms)
+
+    @cached_property
+    def matrices(self) -> dict[str, int]:
+        """Elements of the weight of each linear layer, by its parameter's name within the layer."""
+        return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector}
+
+    @cached_property
+    def parameters(self) -> dict[str, int]:
+        """Elements of each parameter by its name within the layer."""
+        sizes: dict[str, int] = {}
+        for each in self.weights:
+            sizes[f"{each.name}.weight"] = each.elements
+            if each.has_bias:
+                sizes[f"{each.name}.bias"] = each.rows
+        return sizes
+
+    @cached_property
+    def logical_matrices(self) -> dict[str, tuple[Weight, Rows]]:
+        """The logical matrices and vectors of all weights by their names, each with the weight that it is a part of."""
+        return {rows.name: (weight, rows) for weight in self.weights for rows in weight.parts}
+
+
+def _all_rows(name: str, rows: int) -> Rows:
+    return Rows(name, 0, rows, rows, 1)
+
+
+def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0) -> LayerTable:
+    """Layer `layer` of a model, on one of `tensor` tensor ranks."""
+    return _layer_table(model, tensor, model.window(layer))
+
+
+@lru_cache(maxsize=256)
+def _layer_table(model: ModelConfig, tensor: int, window: int | None) -> LayerTable:
+    return LayerTable((_attention(model, tensor, window), _mlp(model, tensor)))
+
+
+def _norm(model: ModelConfig, block: str) -> Norm:
+    """The norm at the beginning of a block."""
+    x, y = (Tensor(f"{block}_norm_{end}", model.hidden_size, own=True) for end in ("input", "output"))
+    rms = model.parts.rms_norm
+    return Norm(f"{block}_norm", x, y._replace(recomputed_by="norm"), model.hidden_size, rms, model.bias and not rms)
+
+
+def _input_weight(model: ModelConfig, name: str, rows: int, parts: tuple[Rows, ...] = (), copies: int = 1) -> Weight:
+    """The weight of a product at the beginning of a block."""
+    return Weight(name, rows, model.hidden_size, model.bias, parts or (_all_rows(name, rows),), copies)
+
+
+def _output(model: ModelConfig, block: str, name: str, x: Tensor) -> Products:
+    """The product at the end of a block."""
+    h = model.hidden_size
+    weight = Weight(name, h, x.columns, model.bias, (_all_rows(name, h),))
+    return Products(x, (Tensor(f"{block}_output", h, own=True),), (weight,), sums=True)
+
+
+def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
+    d, heads, groups = model.head_size, model.heads // tensor, max(1, model.key_value_heads // tensor)
+    queries, keys, copies = heads * d, groups * d, max(1, tensor // model.key_value_heads)
+    is_normed, norm = model.parts.query_key_norm, _norm(model, "attention")
+    together = Tensor("queries_keys_values", queries + 2 * keys)
+    apart = Tensor("queries", queries), Tensor("keys_values", 2 * keys)
+    if model.key_value_heads == model.heads:
+        parts = tuple(Rows(f"attention.{name}", place * d, d, 3 * d, heads) for place, name in enumerate("qkv"))
+        weights: tuple[Weight, ...] = (_input_weight(model, "attention.qkv", together.columns, parts, copies),)
+        ys: tuple[Tensor, ...] = (together,)
+        apart = apart[0]._replace(part_of=together), apart[1]._replace(part_of=together)
+        rotary = Rotary(((together.columns, queries + keys),))
+    else:
+        parts = tuple(Rows(f"attention.{name}", place * d, d, 2 * d, groups) for place, name in enumerate("kv"))
+        of_keys_values = _input_weight(model, "attention.kv", 2 * keys, parts, copies)
+        weights, ys = (_input_weight(model, "attention.q", queries), of_keys_values), apart
+        rotary = Rotary(((queries, queries), (2 * keys, keys)))
+    taken: tuple[Tensor, ...] = ys
+    between: tuple[Operation, ...] = (rotary,) if model.parts.rotary else ()
+    if is_normed:
+        taken = Tensor("normed_queries", queries), Tensor("normed_keys", keys)
+        between = tuple(
+            operation
+            for name, x, y in zip("qk", apart, taken, strict=True)
+            for operation in (Norm(f"attention.{name}_norm", x, y, d, rms=True), Rotary(((y.columns, y.columns),)))
+        )
+    context = Tensor("context", queries)
+    core = Attention(taken[0], taken[1:], context, heads, groups, d, window, is_normed)
+    products = Products(norm.y, ys, weights, sums=False, projects=True)
+    output = _output(model, "attention", "attention.output", context)
+    return Block("attention", (norm, products, *between, core, output), model.dropout > 0)
+
+
+def _mlp(model: ModelConfig, tensor: int) -> Block:
+    inner, norm, names = model.ffn_size // tensor, _norm(model, "mlp"), ("gate", "up")[not model.parts.gated_mlp :]
+    ys, weights = (
+        [Tensor(f"mlp_{name}", inner) for name in names],
+        [_input_weight(model, f"mlp.{name}", inner) for name in names],
+    )
+    active = Tensor("mlp_activation", inner, recomputed_by="mlp_activation")
+    products = Products(norm.y, tuple(ys), tuple(weights), sums=False)
+    output = _output(model, "mlp", "mlp.down", active)
+    return Block("mlp", (norm, products, Activation(tuple(ys), active), output), model.dropout > 0)
