@@ -35,11 +35,11 @@ from manta.api.threads import FileReads, FilesTimeout, ReadThreads, read_threads
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.control_plane import ControlPlane
+from manta.service.control.removal import NotRemoved
 from manta.service.errors import InvalidParameter
 from manta.service.ids import is_job_id
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
-from manta.service.removal import NotRemoved
 from manta.service.states import STATE_NAMES
 from manta.service.store import job_rows, jobs, pauses_and_retries
 from manta.service.store.errors import (

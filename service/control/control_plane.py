@@ -24,21 +24,21 @@ from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
 from manta.service.control.cluster_view import Measurements, cluster_view, measured
+from manta.service.control.exports import Exports
 from manta.service.control.faults import FaultInjector, FaultsNotAllowed
+from manta.service.control.file_work import FileWork
 from manta.service.control.home_of_jobs import HomeOfJobs
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
+from manta.service.control.removal import Deletion, Retention, delete_checkpoint_in_time, delete_job
 from manta.service.control.running_ranks import ObservedWaits, RankStack, RunningRanks
 from manta.service.control.takeover import refuse_incompatible_agents
-from manta.service.exports import Exports
-from manta.service.file_work import FileWork
 from manta.service.job.inbox import Cancel, JobRequest, NodeDraining, NodeLost, Resize
 from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
 from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import JobLogs, LogsInHome
-from manta.service.removal import Deletion, Retention, delete_checkpoint_in_time, delete_job
 from manta.service.states import JobState
 from manta.service.store import Store, installation_tables, jobs
 from manta.service.store.leases import connection_name

@@ -62,11 +62,11 @@ class JobContext:
     cluster: Cluster
     submitted: JobSpec
     record: JobRecord
-    """Its rows."""
+    """The rows of the job."""
     gang: Gang
-    """Its agents."""
+    """The agents of the job."""
     history: FailureHistory
-    """Its failures."""
+    """The failures of the job."""
     inbox: Inbox = field(default_factory=Inbox)
     """What it is asked for."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS

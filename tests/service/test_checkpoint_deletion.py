@@ -5,9 +5,9 @@ import threading
 import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
-from manta.service import removal
-from manta.service.file_work import FileWork
-from manta.service.removal import (
+from manta.service.control import removal
+from manta.service.control.file_work import FileWork
+from manta.service.control.removal import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,

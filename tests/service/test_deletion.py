@@ -6,9 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.service import file_work, removal
-from manta.service.file_work import FileWork, StillRunning
-from manta.service.removal import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
+from manta.service.control import file_work, removal
+from manta.service.control.file_work import FileWork, StillRunning
+from manta.service.control.removal import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
 from manta.service.store import events, jobs, leases
 from manta.service.store.errors import JobNotFound

@@ -8,10 +8,9 @@ from unittest.mock import AsyncMock
 import pytest
 from sqlalchemy import text, update
 
-from manta.service import removal
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.placement import agent_name, job_of
-from manta.service.control import housekeeping
+from manta.service.control import housekeeping, removal
 from manta.service.job.inbox import Cancel, Pause
 from manta.service.leases.decisions import HOUSEKEEPING
 from manta.service.states import JobState

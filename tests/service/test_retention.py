@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.service import removal
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.file_work import FileWork, StillRunning
-from manta.service.removal import (
+from manta.service.control import removal
+from manta.service.control.file_work import FileWork, StillRunning
+from manta.service.control.removal import (
     CONFIRMED_SECONDS,
     DAY_SECONDS,
     ConfirmedExpiry,

@@ -18,15 +18,15 @@ import uvicorn
 from manta.api.app import create_app
 from manta.api.security.permissions import LINK_PATH
 from manta.api.ui import mount
+from manta.service.control.file_work import FileWork
 from manta.service.control.options import ModelPackages
+from manta.service.control.removal import Deletion, delete_checkpoint, delete_job
 from manta.service.control.running_ranks import ObservedWaits, RankStack
-from manta.service.file_work import FileWork
 from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from manta.service.job.inbox import JobRequest
 from manta.service.logs.pages import LogsInHome, log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.recovery.waits import WaitingRank, Waits
-from manta.service.removal import Deletion, delete_checkpoint, delete_job
 from manta.service.states import JobState
 from manta.service.store import (
     Store,

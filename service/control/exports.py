@@ -16,8 +16,8 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
+from manta.service.control.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
-from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.settings import without_secrets
 from manta.service.store import Store, checkpoints, events, exports
 from manta.service.store.database import INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, may_pass

@@ -28,8 +28,8 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.file_work import FILE_SECONDS, REMOVAL_SECONDS, FileWork, NotFinished
 from manta.service.errors import ErrorKind, ServiceError
-from manta.service.file_work import FILE_SECONDS, REMOVAL_SECONDS, FileWork, NotFinished
 from manta.service.states import JobState, after_action, is_final
 from manta.service.store import Store, checkpoints, deletion, events, exports, generations, jobs, leases
 from manta.service.store.errors import JobNotFound
