@@ -77,7 +77,8 @@ class RayActor:
     async def _send(self, method: str, arguments: JsonObject) -> Any:
         errors = self._ray.exceptions
         try:
-            return await self.actor.call.remote(method, arguments)
+            # By name: Ray does not know the signature of an actor whose class this release cannot load.
+            return await self.actor.call.remote(method=method, arguments=arguments)
         except errors.RayError as error:
             if isinstance(error, StaleOwner):  # Ray's exception is also an instance of the actor's one
                 raise
