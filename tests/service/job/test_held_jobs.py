@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from manta.service.job import supervisor
-from manta.service.job.incident import FailureHistory
 from manta.service.job.supervisor import Supervisor
 from manta.service.recovery import durable_state
+from manta.service.recovery.decisions import FailureHistory
 from manta.service.recovery.durable_state import CheckpointsUnreadable
 from manta.service.store import checkpoints
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -10,20 +11,17 @@ from manta.service.cluster.sizes import resized
 from manta.service.job import hangs_and_stragglers, launch
 from manta.service.job.actions import Launch, launch_after
 from manta.service.job.context import JobContext
-from manta.service.job.incident import Incident
 from manta.service.job.launch import (
     CommonOrder,
     LaunchFailed,
-    RepairOverGroups,
     finish_launch,
     launch_generation,
     order_for,
     watch_generation,
 )
-from manta.service.recovery.budgets import PastFailure
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
-from manta.service.store import events, generations, ranks
+from manta.service.store import events, generations, jobs, ranks
 from manta.workers.protocol.messages import AgentDescription, Resume
 from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.control_planes import start_training
@@ -66,14 +64,12 @@ def test_launch_order_of_a_gpu_rank_allows_in_place_rest_only_after_a_repair_tes
     at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
     order = order_for(job, 0, at, CommonOrder(1, job.submitted))
     assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
-    asked = {
-        repair: order_for(job, 0, at, CommonOrder(1, job.submitted, repair=repair))
-        for repair in (RepairOverGroups(), RepairOverGroups(is_tried=True), RepairOverGroups(works=True))
-    }
-    assert [(order.in_place, order.tries_repair) for order in asked.values()] == [
+    known = ({}, {"tries_repair": True}, {"repair_works": True})
+    asked = [order_for(job, 0, at, CommonOrder(1, job.submitted, **each)) for each in known]
+    assert [(order.in_place, order.tries_repair) for order in asked] == [
         (False, False), (False, True), (True, False)
     ]  # fmt: skip
-    tries = CommonOrder(1, job.submitted, repair=RepairOverGroups(True))
+    tries = CommonOrder(1, job.submitted, tries_repair=True)
     on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), tries)
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
@@ -192,7 +188,7 @@ def test_thread_count_of_a_job_stays_after_relaunch_and_resize(with_cores, clust
     assert threads_launched(job) == [8]
     next_one = JobContext.of(job.record.store, job.cluster, asyncio.run(job.record.job()))
     assert next_one.gang.threads == 8
-    assert asyncio.run(next_one.record.decide_threads(2)) == 8
+    assert asyncio.run(next_one.record.write(partial(jobs.decide_threads, job_id=job.id, threads=2))) == 8
     larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
     at = job.gang.agents[0].description
     assert order_for(job, 0, at, CommonOrder(3, larger)).spec["resources"]["threads"] == 8

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from manta.service.job.owner import newer_gang
-from manta.service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
+from manta.service.store import Store, backup_file, events, generations, jobs, pauses_and_retries, ranks
 from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.supervised_job import story
 
@@ -31,7 +31,7 @@ def forget(job, generation, state=None):
 
 def restore(job):
     """The job's database says that it was restored."""
-    job.store.write(lambda session: events.append(session, job.id, restored.RESTORED, "from a backup"))
+    job.store.write(lambda session: events.append(session, job.id, backup_file.RESTORED, "from a backup"))
 
 
 async def at_generation_two(job):
@@ -228,7 +228,7 @@ def test_old_restore_does_not_pause_a_job(two_replicas, cluster):
 
 def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(two_replicas, cluster):
     job = two_replicas(cluster)
-    job.store.write(lambda s: restored.know_generation(s, job.id, 7))
+    job.store.write(lambda s: backup_file.know_generation(s, job.id, 7))
 
     async def body():
         await job.start()

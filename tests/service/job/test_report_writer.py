@@ -13,7 +13,6 @@ from manta.service.leases.decisions import LeaseLost
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
-from manta.service.store.recoveries import RecoveryStart
 from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.protocol.json_codec import to_json
@@ -133,8 +132,9 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = RecoveryStart("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
-        recoveries.begin(session, started.id, number, known)
+        known = {"kind": "killed", "rank": 0, "cause": "rank 0 was killed", "source": "snapshot", "resume_step": 4}
+        recoveries.begin(session, started.id, number, timeline, **known)
+        recoveries.record_replaced(session, started.id, number, (0,), 0)
         return number
 
     take("metrics", 1, rows=[row(5), row(6)])
@@ -168,8 +168,8 @@ def test_recovery_past_the_last_reported_step_redid_no_steps(store, started, gen
 
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
-        known = RecoveryStart("killed", 0, "rank 0 was killed", RecoveryTimeline(noticed_at=101.0, failed_at=100.0))
-        recoveries.begin(session, started.id, number, known)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0)
+        recoveries.begin(session, started.id, number, timeline, kind="killed", rank=0, cause="rank 0 was killed")
         return number
 
     number = store.write(recover)

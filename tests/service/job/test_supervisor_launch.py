@@ -11,7 +11,7 @@ from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from manta.service.job.inbox import LEAVE, Cancel, Overdue, Pause
 from manta.service.job.launch import LaunchFailed
 from manta.service.job.supervisor import Supervisor
-from manta.service.recovery import budgets
+from manta.service.recovery import decisions
 from manta.service.recovery.decisions import Death
 from manta.service.store import jobs, pauses_and_retries
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
@@ -315,8 +315,8 @@ def test_running_job_is_cancelled(two_replicas, cluster):
 @pytest.mark.parametrize("leave", ["cancel", "pause"])
 def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
     job = two_replicas(cluster)
-    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(decisions, "INITIAL_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(decisions, "MAX_WAIT_SECONDS", 1000.0)
 
     async def held_back():
         await reached(lambda: "held_back" in job.log)

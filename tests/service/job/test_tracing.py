@@ -4,7 +4,7 @@ import pytest
 
 from manta.service.job import launch
 from manta.service.job.inbox import Trace
-from manta.service.store import step_traces, trace_requests
+from manta.service.store import step_traces
 from manta.workers.protocol.messages import TraceOrder
 from manta.workers.protocol.reports import TraceBegan, Traced
 from manta.workers.timing.recording import PackedRecording
@@ -27,7 +27,7 @@ def job(two_replicas, cluster):
 
 def ask(job, steps=1, step=0, profiled=()):
     """A user wants a trace."""
-    number = job.store.write(lambda s: trace_requests.request(s, job.id, steps, step, profiled)).number
+    number = job.store.write(lambda s: step_traces.request(s, job.id, steps, step, profiled)).number
     job.supervisor.tell(Trace())
     return number
 
