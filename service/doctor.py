@@ -38,7 +38,7 @@ from manta.workers.errors import MantaError
 from manta.workers.paths import SHARED_MEMORY, Paths
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
-from manta.workers.system.resources import memory_available
+from manta.workers.system.host_memory import memory_available
 from manta.workers.system.sockets import LOOPBACK, outward_address
 
 Verdict = Literal["ok", "warning", "problem", "skipped"]

@@ -64,7 +64,7 @@ SAFE = {
         workers/node/notice_sources.py:_node
         workers/system/resources.py:control_groups
         workers/system/resources.py:_core_limit
-        workers/system/resources.py:_left_in
+        workers/system/host_memory.py:_left_in
         workers/node/host.py:own_code
         workers/zygote/server.py:_redirect
     """,
