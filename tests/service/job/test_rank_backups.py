@@ -119,26 +119,23 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
-def test_ranks_of_a_lost_node_resume_from_backups_on_the_other(job):
-    async def body():
-        keepers = await job.keep(job.nodes)
-        assert {job.nodes[rank] + job.nodes[keeper] for rank, keeper in keepers.items()} == {"ab", "ba"}
-        for step in (1, 2):
-            await job.commit(step, keepers)
-        lost = [job.agents[rank] for rank in (2, 3)]
-        job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
-        own = [await handle.snapshot_steps() for handle in job.agents]
-        assert own == [[1, 2], [1, 2], [], []]
-        assert await job.brought_back(own) == FetchedSnapshots([[1, 2]] * 4, {2: "replica", 3: "replica"})
-        state = [torch.zeros(1000)]
-        Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
-        assert bool((state[0] == 3).all())
-        assert (await job.keep(["a", "a", "c", "c"], 2)).keys() == {0, 1, 2, 3}
-        for handle in lost:
-            await handle.close()
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_ranks_of_a_lost_node_resume_from_backups_on_the_other(job):
+    keepers = await job.keep(job.nodes)
+    assert {job.nodes[rank] + job.nodes[keeper] for rank, keeper in keepers.items()} == {"ab", "ba"}
+    for step in (1, 2):
+        await job.commit(step, keepers)
+    lost = [job.agents[rank] for rank in (2, 3)]
+    job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
+    own = [await handle.snapshot_steps() for handle in job.agents]
+    assert own == [[1, 2], [1, 2], [], []]
+    assert await job.brought_back(own) == FetchedSnapshots([[1, 2]] * 4, {2: "replica", 3: "replica"})
+    state = [torch.zeros(1000)]
+    Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
+    assert bool((state[0] == 3).all())
+    assert (await job.keep(["a", "a", "c", "c"], 2)).keys() == {0, 1, 2, 3}
+    for handle in lost:
+        await handle.close()
+    await job.close()
 
 
 def test_backups_on_a_single_node_are_not_made_and_no_agent_is_asked(job):
@@ -147,64 +144,52 @@ def test_backups_on_a_single_node_are_not_made_and_no_agent_is_asked(job):
     assert asyncio.run(job.keep(["a"] * 4)) == {}
 
 
-def test_peer_with_the_same_state_on_another_node_replaces_a_backup(tmp_path):
-    async def body():
-        job = Job(tmp_path, state_of=(0, 1, 0, 1))
-        assert await job.keep(job.nodes) == {}, "nobody needs a backup"
-        await job.commit(1, {})
-        await job.commit(2, {})
-        job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
-        own = [await handle.snapshot_steps() for handle in job.agents]
-        kept = {"a": await job.agents[0].snapshot_files()}
-        outcome = await fetch_snapshots(job.ranks(), own, ranks_without_state(own), {"a": job.agents[0]}, kept)
-        assert outcome == FetchedSnapshots([[1, 2]] * 4, {2: "peer", 3: "peer"})
-        state = [torch.zeros(1000)]
-        Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
-        assert bool((state[0] == 1).all())
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_peer_with_the_same_state_on_another_node_replaces_a_backup(tmp_path):
+    job = Job(tmp_path, state_of=(0, 1, 0, 1))
+    assert await job.keep(job.nodes) == {}, "nobody needs a backup"
+    await job.commit(1, {})
+    await job.commit(2, {})
+    job.agents[2:] = [job.agent(rank, "c") for rank in (2, 3)]
+    own = [await handle.snapshot_steps() for handle in job.agents]
+    kept = {"a": await job.agents[0].snapshot_files()}
+    outcome = await fetch_snapshots(job.ranks(), own, ranks_without_state(own), {"a": job.agents[0]}, kept)
+    assert outcome == FetchedSnapshots([[1, 2]] * 4, {2: "peer", 3: "peer"})
+    state = [torch.zeros(1000)]
+    Snapshots(job.folder / "c", 3, parts_of(state), b"0" * 16, LAYOUT).load(2)
+    assert bool((state[0] == 1).all())
+    await job.close()
 
 
-def test_backup_is_fetched_from_the_next_holder_if_the_nearest_fails(tmp_path, caplog):
-    async def body():
-        job = Job(tmp_path, state_of=(0, 1, 0, 1))
-        await job.commit(1, {})
-        gone = job.agents[0]
-        gone.lost = True
-        job.agents[0] = job.agent(0, "c")
-        kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
-        own = [await handle.snapshot_steps() for handle in job.agents]
-        holders = {"a": gone, "b": job.agents[2]}
-        outcome = await fetch_snapshots(job.ranks(), own, [0], holders, kept)
-        assert outcome == FetchedSnapshots([[1]] * 4, {0: "peer"})
-        assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_backup_is_fetched_from_the_next_holder_if_the_nearest_fails(tmp_path, caplog):
+    job = Job(tmp_path, state_of=(0, 1, 0, 1))
+    await job.commit(1, {})
+    gone = job.agents[0]
+    gone.lost = True
+    job.agents[0] = job.agent(0, "c")
+    kept = {"a": await job.agents[1].snapshot_files(), "b": await job.agents[2].snapshot_files()}
+    own = [await handle.snapshot_steps() for handle in job.agents]
+    holders = {"a": gone, "b": job.agents[2]}
+    outcome = await fetch_snapshots(job.ranks(), own, [0], holders, kept)
+    assert outcome == FetchedSnapshots([[1]] * 4, {0: "peer"})
+    assert "rank 0 could not be fetched from a: the actor is dead" in caplog.text
+    await job.close()
 
 
-def test_backups_are_kept_if_peers_with_the_same_state_share_the_node(tmp_path):
-    async def body():
-        job = Job(tmp_path, state_of=(0, 0, 2, 3))
-        assert (await job.keep(job.nodes)).keys() == {0, 1, 2, 3}
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_backups_are_kept_if_peers_with_the_same_state_share_the_node(tmp_path):
+    job = Job(tmp_path, state_of=(0, 0, 2, 3))
+    assert (await job.keep(job.nodes)).keys() == {0, 1, 2, 3}
+    await job.close()
 
 
-def test_failed_backup_partner_costs_only_its_rank_the_backup(job, caplog):
-    async def body():
-        job.agents[3].lost = True
-        partner_of = await job.keep(job.nodes)
-        assert len(partner_of) == 2
-        assert 3 not in partner_of and 3 not in partner_of.values()
-        assert "2 of 4 ranks have no backup: the actor is dead" in caplog.text
-        job.agents[3].lost = False
-        assert await job.brought_back([[1], [1], [1], []]) == FetchedSnapshots([[1], [1], [1], []], {})
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_failed_backup_partner_costs_only_its_rank_the_backup(job, caplog):
+    job.agents[3].lost = True
+    partner_of = await job.keep(job.nodes)
+    assert len(partner_of) == 2
+    assert 3 not in partner_of and 3 not in partner_of.values()
+    assert "2 of 4 ranks have no backup: the actor is dead" in caplog.text
+    job.agents[3].lost = False
+    assert await job.brought_back([[1], [1], [1], []]) == FetchedSnapshots([[1], [1], [1], []], {})
+    await job.close()
 
 
 def test_rank_counts_as_without_state_if_it_is_behind_what_others_hold():
@@ -215,41 +200,34 @@ def test_rank_counts_as_without_state_if_it_is_behind_what_others_hold():
     assert ranks_without_state([[4, 5], [4, 5], [99, 100], [99, 100]]) == [0, 1], "both have come back to an old node"
 
 
-def test_rank_back_on_old_snapshots_uses_its_newer_backup(job):
-    async def body():
-        keepers = await job.keep(job.nodes)
-        await job.commit(1, keepers)
-        await job.commit(2, keepers)
-        old = Snapshots(job.folder / "c", 2, parts_of([torch.full((1000,), 9.0)]), b"0" * 16, LAYOUT)
-        old.save(0)
-        old.close()
-        job.agents[2] = job.agent(2, "c")
-        snapshot_path(job.folder / "b", 2, LAYOUT).unlink()
-        own = [await handle.snapshot_steps() for handle in job.agents]
-        assert own[2] == [0]
-        brought = await job.brought_back(own)
-        assert (brought.steps[2], brought.origins) == ([1, 2], {2: "replica"})
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+async def test_rank_back_on_old_snapshots_uses_its_newer_backup(job):
+    keepers = await job.keep(job.nodes)
+    await job.commit(1, keepers)
+    await job.commit(2, keepers)
+    old = Snapshots(job.folder / "c", 2, parts_of([torch.full((1000,), 9.0)]), b"0" * 16, LAYOUT)
+    old.save(0)
+    old.close()
+    job.agents[2] = job.agent(2, "c")
+    snapshot_path(job.folder / "b", 2, LAYOUT).unlink()
+    own = [await handle.snapshot_steps() for handle in job.agents]
+    assert own[2] == [0]
+    brought = await job.brought_back(own)
+    assert (brought.steps[2], brought.origins) == ([1, 2], {2: "replica"})
+    await job.close()
 
 
-def test_backup_beyond_the_step_that_all_ranks_have_is_not_fetched(job):
+async def test_backup_beyond_the_step_that_all_ranks_have_is_not_fetched(job):
     """Rank 2's backup goes further than the other ranks ever went again."""
-
-    async def body():
-        keepers = await job.keep(job.nodes)
-        await job.commit(7, keepers)
-        await job.commit(8, keepers)
-        steps = [[3, 4], [3, 4], [3, 4], [3, 4]]
-        holders = {"b": job.agents[3]}
-        kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
-        assert kept["b"]
-        outcome = await fetch_snapshots(job.ranks(), steps, range(4), holders, kept)
-        assert outcome == FetchedSnapshots(steps, {})
-        await job.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    keepers = await job.keep(job.nodes)
+    await job.commit(7, keepers)
+    await job.commit(8, keepers)
+    steps = [[3, 4], [3, 4], [3, 4], [3, 4]]
+    holders = {"b": job.agents[3]}
+    kept = {"b": [file for file in await job.agents[3].snapshot_files() if file.rank == 2]}
+    assert kept["b"]
+    outcome = await fetch_snapshots(job.ranks(), steps, range(4), holders, kept)
+    assert outcome == FetchedSnapshots(steps, {})
+    await job.close()
 
 
 def test_backup_is_fetched_once_from_the_nearest_holder_that_goes_far_enough():

@@ -330,23 +330,19 @@ def test_event_text_with_surrogates_or_nul_is_stored_escaped(store, started, tak
 
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
-def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
+async def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
     monkeypatch.setattr(database, "INITIAL_BACKOFF_SECONDS", 0.001)
     with store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
     other = sqlite3.connect(store.engine.url.database, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
-
-    async def body():
-        report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)
-        taking = asyncio.create_task(writer.take(report))
-        done, _ = await asyncio.wait([taking], timeout=0.3)
-        assert not done, "the report is not acknowledged"
-        other.execute("ROLLBACK")
-        await asyncio.wait_for(taking, 30)
-
-    asyncio.run(body())
+    report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)
+    taking = asyncio.create_task(writer.take(report))
+    done, _ = await asyncio.wait([taking], timeout=0.3)
+    assert not done, "the report is not acknowledged"
+    other.execute("ROLLBACK")
+    await asyncio.wait_for(taking, 30)
     other.close()
     assert steps(store, started) == [5]
     assert "report_left_out" not in kinds(store, started)
