@@ -24,8 +24,8 @@ from manta.api.security.access import Forbidden, Unauthenticated
 from manta.api.security.permissions import shown
 from manta.api.security.rate_limits import TooManyRequests
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
+from manta.service.identity import PROJECT_PATTERN
 from manta.service.ids import KEY_ID_PATTERN, NODE_ID_PATTERN, TARGET_PATTERN
-from manta.service.keys.identity import PROJECT_PATTERN
 from manta.service.store.errors import DatabaseLost, JobNotFound, OutcomeUnknown
 from manta.workers.spec.problems import SpecError, describe_rule
 

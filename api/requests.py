@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from manta.service.keys.identity import PROJECT_PATTERN, Scope
+from manta.service.identity import PROJECT_PATTERN, Scope
 from manta.workers.config import MAX_LABELS, JobName, LabelKey, LabelValue, Priority
 from manta.workers.protocol.messages import FaultKind, FaultPhase
 from manta.workers.timing.recording import MAX_STEPS

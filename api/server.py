@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 from sqlalchemy.exc import SQLAlchemyError
 
 from manta.api.serving.local_service import LOCK, LockedFile, announce, running_service, sign, write_atomically
+from manta.service import installation_keys
 from manta.service.cluster.cluster import NodeOptions
 from manta.service.cluster.existing_ray import ExistingRay
 from manta.service.cluster.ray_head import RayHead
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.options import ControlPlaneOptions, ModelPackages, roots_of
 from manta.service.control.takeover import MAX_NAMED
-from manta.service.home.own_files import HomeUnusable, writing_in
 from manta.service.ids import is_job_id
-from manta.service.keys import installation_keys
+from manta.service.own_files import HomeUnusable, writing_in
 from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
 from manta.service.store import Store, keys
 from manta.service.store.errors import StoreUnusable

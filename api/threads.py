@@ -11,8 +11,8 @@ from anyio import CapacityLimiter, to_thread
 from fastapi import Depends, Request
 
 from manta.api.app_state import state_of
+from manta.service.control.file_work import MAX_THREADS
 from manta.service.errors import ErrorKind, ServiceError
-from manta.service.file_work import MAX_THREADS
 from manta.service.store import Store
 from manta.workers.system.daemon_threads import in_daemon_thread
 

@@ -14,24 +14,14 @@ from sqlalchemy.orm import Session
 from manta.api import schemas
 from manta.api.schemas import access as access_schemas
 from manta.service.cluster.sizes import layout_in_use
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 from manta.service.ledger import Ledger
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
 from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
 from manta.service.states import JobState
-from manta.service.store import (
-    checkpoints,
-    edits,
-    exports,
-    installation_tables,
-    jobs,
-    ledgers,
-    metrics,
-    recoveries,
-    tables,
-)
+from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
 from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
@@ -80,8 +70,8 @@ def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_secon
     return answer(
         schemas.Job,
         job,
-        etag=f'"{edits.version_of(job)}"',
-        labels=edits.labels_of(job),
+        etag=f'"{jobs.version_of(job)}"',
+        labels=jobs.labels_of(job),
         eta_seconds=eta,
         parallel=_layout_in_use(job),
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),

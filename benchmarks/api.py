@@ -29,7 +29,7 @@ from sqlalchemy.orm import Session
 
 from benchmarks.support.filled_database import DOCUMENT, Filled, fill
 from benchmarks.support.report import ROOT, Report, deliver, parser, percentile
-from manta.service.keys.identity import Scope, digest_of, new_key
+from manta.service.identity import Scope, digest_of, new_key
 from manta.service.store import Store, keys
 from manta.service.store.location import sqlite_url
 from manta.workers.errors import MantaError

@@ -30,8 +30,8 @@ from benchmarks.support.own_processes import of_service
 from benchmarks.support.own_service import OwnService, own_service
 from benchmarks.support.report import ROOT, Report, deliver, parser
 from manta.api.serving.local_service import running_service
-from manta.service.keys.identity import Scope, digest_of, new_key
-from manta.service.keys.installation_keys import read_key
+from manta.service.identity import Scope, digest_of, new_key
+from manta.service.installation_keys import read_key
 from manta.service.store import Store, keys
 from manta.service.store.location import sqlite_url
 from manta.workers.errors import MantaError

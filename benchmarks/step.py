@@ -45,7 +45,7 @@ from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.parallel.tensor.shards import fill_initial, named_shards
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.system.resources import keep_freed_memory
+from manta.workers.system.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}

@@ -34,11 +34,9 @@ def is_key_id(text: str) -> bool:
 
 
 def next_job_id(now: float, entropy: int, newest: str | None) -> str:
-    """An id for a job submitted at `now` (Unix seconds), greater than `newest`, the greatest existing id.
-
-    `entropy` fills the low bits, so that two control planes rarely choose the same id. Ids increase even within one
-    millisecond and when the clock is set back.
-    """
+    """An id for a job submitted at `now` (Unix seconds), greater than `newest`, the greatest existing id. `entropy`
+    fills the low bits, so that two control planes rarely choose the same id. Ids increase even within one millisecond
+    and when the clock is set back."""
     return _next_id("job_", now, entropy, newest)
 
 

@@ -133,11 +133,8 @@ class _Layer:
 
 
 def ledger(changes: Sequence[StateEntry], trainings: Sequence[Training], now: float) -> Ledger:
-    """The ledger of a job with these state changes, its submission first, and these generations, in order.
-
-    `now` is Unix seconds; it is the end of the ledger of a job that is not over. Raises ValueError if there are no
-    changes.
-    """
+    """The ledger of a job with these state changes, its submission first, and these generations, in order. `now` is
+    Unix seconds; it is the end of the ledger of a job that is not over. Raises ValueError if there are no changes."""
     if not changes:
         raise ValueError("a job without any state change has no ledger")
     closed = is_final(changes[-1].state)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shapes_in
@@ -17,6 +18,7 @@ from manta.workers.node.notice_sources import UnknownSource, notice_sources
 from manta.workers.storage.locations import InvalidLocation, Location, ObjectPath, parse_location
 from manta.workers.system.sockets import InvalidPortRange, PortRange
 
+T = TypeVar("T")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8400
 _KEY = "MANTA_API_KEY"
@@ -155,10 +157,10 @@ class Settings:
             jobs_kept_days=_number(source, "MANTA_JOBS_KEPT_DAYS", cls.jobs_kept_days),
             checkpoints=_place(source, "MANTA_CHECKPOINTS"),
             logs=_logs(source),
-            node_notices=_notices(source, "MANTA_NODE_NOTICES"),
-            ports=_ports(source, "MANTA_PORTS"),
+            node_notices=_parsed(source, "MANTA_NODE_NOTICES", _notices),
+            ports=_parsed(source, "MANTA_PORTS", PortRange.of),
             ship_code=_switch(source, "MANTA_SHIP_CODE"),
-            node_shapes=_shapes(source, "MANTA_NODE_SHAPES"),
+            node_shapes=_parsed(source, "MANTA_NODE_SHAPES", shapes_in) or (),
             model_packages=_names(source, "MANTA_MODEL_PACKAGES"),
             traces=_collector(source, "MANTA_TRACES"),
             export_roots=_folders(source, "MANTA_EXPORT_ROOTS") or (),
@@ -231,14 +233,17 @@ def _file(source: Mapping[str, str], name: str) -> Path | None:
     return Path(source[name]).expanduser().absolute() if source.get(name) else None
 
 
-def _place(source: Mapping[str, str], name: str) -> Location | None:
+def _parsed(source: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T | None:
+    """What `parse` makes of a variable; None if it is not set."""
     text = source.get(name)
-    if not text:
-        return None
     try:
-        place = parse_location(text)
-    except InvalidLocation as error:
+        return parse(text) if text else None
+    except (InvalidLocation, InvalidNodeShapes, InvalidPortRange, UnknownSource) as error:
         raise InvalidSetting(f"{name}: {error}") from error
+
+
+def _place(source: Mapping[str, str], name: str) -> Location | None:
+    place = _parsed(source, name, parse_location)
     return place.expanduser().absolute() if isinstance(place, Path) else place
 
 
@@ -252,30 +257,9 @@ def _logs(source: Mapping[str, str]) -> Location | None:
     return checkpoints if isinstance(checkpoints, ObjectPath) else None
 
 
-def _notices(source: Mapping[str, str], name: str) -> str | None:
-    text = source.get(name) or None
-    if text is not None:
-        try:
-            notice_sources(text)
-        except UnknownSource as error:
-            raise InvalidSetting(f"{name}: {error}") from error
+def _notices(text: str) -> str:
+    notice_sources(text)
     return text
-
-
-def _ports(source: Mapping[str, str], name: str) -> PortRange | None:
-    text = source.get(name)
-    try:
-        return PortRange.of(text) if text else None
-    except InvalidPortRange as error:
-        raise InvalidSetting(f"{name}: {error}") from error
-
-
-def _shapes(source: Mapping[str, str], name: str) -> tuple[NodeShape, ...]:
-    text = source.get(name)
-    try:
-        return shapes_in(text) if text else ()
-    except InvalidNodeShapes as error:
-        raise InvalidSetting(f"{name}: {error}") from error
 
 
 def _collector(source: Mapping[str, str], name: str) -> str | None:

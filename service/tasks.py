@@ -1,14 +1,16 @@
-"""Background tasks of an event loop, and how far a loop is behind."""
+"""Background tasks of an event loop, how far a loop is behind, and growing pauses between retries."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_MAX_DOUBLINGS = 64
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
@@ -70,3 +72,17 @@ class Lag:
         """How long the oldest outstanding work has been due; 0 if there is none."""
         since = [each for each in (self._working_since, self._due) if each is not None]
         return max(0.0, self._clock() - min(since)) if since else 0.0
+
+
+def backoff(first: float, longest: float) -> Iterator[float]:
+    """Seconds between attempts, without end: each twice the previous one, from `first` up to `longest`."""
+    pause = first
+    while True:
+        yield min(pause, longest)
+        pause = min(2 * pause, longest)
+
+
+def backoff_after(tries: int, first: float, longest: float) -> float:
+    """Seconds to wait after `tries` tries in vain, counted from 0, as `backoff` has it. However many there are:
+    what does not answer for days is tried thousands of times, and no float holds 2 to the power of that."""
+    return min(longest, first * 2.0 ** min(tries, _MAX_DOUBLINGS))

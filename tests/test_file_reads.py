@@ -59,12 +59,12 @@ SAFE = {
     "a file of the kernel, of the container or of the installation": """
         api/ui/__init__.py:_read
         service/cluster/processes.py:start_of
-        service/doctor/packages.py:driver_version
+        service/doctor.py:driver_version
         workers/checkpoint/upload_process.py:_leave
         workers/node/notice_sources.py:_node
         workers/system/resources.py:control_groups
         workers/system/resources.py:_core_limit
-        workers/system/resources.py:_left_in
+        workers/system/host_memory.py:_left_in
         workers/node/host.py:own_code
         workers/zygote/server.py:_redirect
     """,

@@ -14,6 +14,7 @@ from manta.workers.model.stage import ModelStage, compile_layers, compute_in_fp8
 from manta.workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
 from manta.workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.data.loss_scaling import LossScale
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
 from manta.workers.parallel.data.state import StatePart, tensors_of
 from manta.workers.parallel.data.zero import ZeroOptimizer
@@ -22,7 +23,7 @@ from manta.workers.parallel.pipeline.runtime import Pipeline
 from manta.workers.parallel.tensor.fp8 import Fp8Products
 from manta.workers.parallel.tensor.products import Products
 from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
-from manta.workers.system.resources import keep_freed_memory
+from manta.workers.system.host_memory import keep_freed_memory
 
 
 class Engine:
@@ -162,43 +163,3 @@ class Engine:
     def state(self) -> list[torch.Tensor]:
         """All tensors (1-D) that a step may change."""
         return tensors_of(part for part in self.parts() if part.changes)
-
-
-INITIAL_LOSS_SCALE = 2.0**16
-LOSS_SCALE_GROWTH_STEPS = 1000
-
-
-class LossScale:
-    """The factor on the loss; always 1 if the precision needs none. For fp16 (Micikevicius et al., arXiv:1710.03740,
-    section 3.2) it is dynamic: halved when a gradient overflows, doubled after many steps without."""
-
-    def __init__(self, dynamic: bool):
-        self.dynamic = dynamic
-        # A tensor, since it is part of the state that snapshots and checkpoints keep: (scale, good steps since).
-        self.state = torch.empty(2, dtype=torch.float32)
-        self.forget()
-
-    def forget(self) -> None:
-        """Back to the state before the first step."""
-        self.state[0], self.state[1] = INITIAL_LOSS_SCALE if self.dynamic else 1.0, 0.0
-
-    @property
-    def value(self) -> float:
-        """The factor of the next step; a power of two."""
-        return float(self.state[0])
-
-    def after_finite(self) -> None:
-        """The gradients of a step were finite."""
-        if self.dynamic:
-            self.state[1] += 1
-            if self.state[1] >= LOSS_SCALE_GROWTH_STEPS:
-                self.state[0] *= 2.0
-                self.state[1] = 0.0
-
-    def after_overflow(self) -> bool:
-        """A step's gradients were not finite. Returns whether to repeat it with a smaller factor, which may help."""
-        if not self.dynamic or self.value <= 1.0:
-            return False
-        self.state[0] /= 2.0
-        self.state[1] = 0.0
-        return True

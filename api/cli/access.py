@@ -15,8 +15,8 @@ from manta.api.cli import render
 from manta.api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, app, bad_options, connect, fail, show, show_page
 from manta.api.client import calls
 from manta.api.requests import NewKey
-from manta.service.keys import installation_keys
-from manta.service.keys.identity import Scope, new_key
+from manta.service import installation_keys
+from manta.service.identity import Scope, new_key
 from manta.service.settings import Settings
 from manta.service.store import ApiKey, Store
 from manta.service.store.location import url_in

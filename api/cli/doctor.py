@@ -15,8 +15,7 @@ from manta.api.cli.render import counted
 from manta.api.cli.service import Database, settings_with
 from manta.api.client import ApiError, Client, ServiceUnreachable
 from manta.api.serving.local_service import running_service
-from manta.service.doctor import Finding
-from manta.service.doctor.checkup import checks, findings
+from manta.service.doctor import Finding, checks, findings
 from manta.service.settings import Settings
 from manta.workers.config import JobSpec
 from manta.workers.spec.reading import load_job_spec

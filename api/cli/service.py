@@ -24,7 +24,7 @@ from manta.api.serving.local_service import closes_without_answer, running_servi
 from manta.service.cluster.existing_ray import end_raylet
 from manta.service.cluster.processes import wait_until_ended
 from manta.service.cluster.ray_head import RayHead
-from manta.service.home.own_files import OwnFileUnusable, read_key, read_own, writing_in
+from manta.service.own_files import OwnFileUnusable, read_key, read_own, writing_in
 from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK_HOSTS, Settings, Tls
 from manta.service.states import JobState
 from manta.workers.errors import MantaError

@@ -34,8 +34,8 @@ from manta.api.requests import FaultRequest, NewKey, TraceRequest
 from manta.api.schemas import access as access_schemas
 from manta.api.schemas import traces as trace_schemas
 from manta.api.serving.local_service import find_key, find_url
+from manta.service.identity import Scope
 from manta.service.ids import is_job_id
-from manta.service.keys.identity import Scope
 from manta.service.settings import Settings
 from manta.service.states import is_final
 from manta.workers.protocol.messages import FaultKind

@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from manta.api.metrics import Family, Samples, counter, gauge, if_known
 from manta.service.cluster.errors import ClusterUnavailable
+from manta.service.control.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.control.control_plane import ControlPlane
-from manta.service.monitoring.cluster_view import NODE_STATES, Measurements, NodeMeasurements
 from manta.service.store import Store
 from manta.workers.protocol.messages import PROTOCOL, GpuReading
 

@@ -21,8 +21,8 @@ from manta.api.security.access import Caller, Forbidden, refuse_priority, reques
 from manta.api.security.credentials import cookie_name
 from manta.api.security.permissions import DASHBOARD_PATH, LINK_PATH, RequiredPermission
 from manta.service.errors import InvalidParameter
+from manta.service.identity import Identity, digest_of, new_browser_token, new_key
 from manta.service.ids import KEY_ID_PATTERN, TARGET_PATTERN
-from manta.service.keys.identity import Identity, digest_of, new_browser_token, new_key
 from manta.service.store import audit, keys, projects
 from manta.service.store.audit import AuditRecord
 from manta.service.store.errors import KeyNotFound, LinkInvalid, ProjectExists, ProjectNotFound

@@ -13,9 +13,9 @@ from manta.api.parameters import CheckpointId, Control, Cursor, ExportId, Limit,
 from manta.api.problems import OF_A_JOB, MalformedJson, changes, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
+from manta.service.control.exports import ExportNotPossible
+from manta.service.control.removal import CheckpointNeeded, NotRemoved
 from manta.service.errors import InvalidParameter
-from manta.service.exports import ExportNotPossible
-from manta.service.removal.deletion import CheckpointNeeded, NotRemoved
 from manta.service.store import checkpoints, exports, jobs, leases
 from manta.service.store.errors import CheckpointNotFound, ExportNotFound, JobBeingDeleted
 

@@ -35,13 +35,13 @@ from manta.api.threads import FileReads, FilesTimeout, ReadThreads, read_threads
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.control_plane import ControlPlane
+from manta.service.control.removal import NotRemoved
 from manta.service.errors import InvalidParameter
 from manta.service.ids import is_job_id
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
-from manta.service.removal.deletion import NotRemoved
 from manta.service.states import STATE_NAMES
-from manta.service.store import edits, job_rows, jobs, pauses_and_retries
+from manta.service.store import job_rows, jobs, pauses_and_retries
 from manta.service.store.errors import (
     IdempotencyConflict,
     IllegalTransition,
@@ -243,7 +243,7 @@ def edit_job(
         refuse_priority(caller, wanted.priority)
 
     def operation(session: Any) -> schemas.Job:
-        return views.job_view(session, edits.edit(session, job_id, **wanted.given, expected=expected))
+        return views.job_view(session, jobs.edit(session, job_id, **wanted.given, expected=expected))
 
     job = control.store.write(operation)
     control.submitted(job_id)

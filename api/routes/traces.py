@@ -25,7 +25,7 @@ from manta.service.job.inbox import Trace
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.request import for_job
 from manta.service.step_traces.reading import NothingMeasured, PlannerCluster, TraceReader
-from manta.service.store import step_traces, trace_requests
+from manta.service.store import step_traces
 from manta.service.store.errors import TraceNotFound, TraceNotPossible
 from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.config import JobSpec
@@ -60,7 +60,7 @@ def request_trace(
     trains."""
 
     def request(session: Any) -> str:
-        row = trace_requests.request(session, job_id, wanted.steps, wanted.step, wanted.profiler_ranks)
+        row = step_traces.request(session, job_id, wanted.steps, wanted.step, wanted.profiler_ranks)
         return step_traces.id_of(row.number)
 
     made = control.store.write(request)

@@ -18,8 +18,8 @@ from manta.api.app_state import state_of
 from manta.api.security.credentials import CACHE_SECONDS, Credential
 from manta.api.security.permissions import RequiredPermission, is_anonymous, needs
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
+from manta.service.identity import Identity
 from manta.service.ids import is_job_id
-from manta.service.keys.identity import Identity
 from manta.service.store import Store, jobs
 from manta.service.store.errors import JobNotFound
 

@@ -14,7 +14,7 @@ from starlette.types import Message, Scope, Send
 from manta.api.problems import MEDIA_TYPE
 from manta.api.security.access import RequestOfCaller, caller_of, request_of_caller
 from manta.api.security.permissions import DASHBOARD_PATH, shown
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 from manta.service.store import Store, audit
 from manta.service.store.audit import AuditRecord
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from fastapi.concurrency import run_in_threadpool
 from starlette.requests import cookie_parser
 
-from manta.service.keys.identity import Identity, digest_of
+from manta.service.identity import Identity, digest_of
 from manta.service.store import Store, keys
 
 CACHE_SECONDS = 1.0

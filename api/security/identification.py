@@ -15,7 +15,7 @@ from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities, credential_in
 from manta.api.security.permissions import DASHBOARD_PATH, is_anonymous
 from manta.api.security.rate_limits import CallerLimits, TooManyRequests
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 
 log = logging.getLogger(__name__)
 

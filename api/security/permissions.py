@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manta.service.keys.identity import Identity, Scope
+from manta.service.identity import Identity, Scope
 
 LINK_PATH = "/link/"
 """Path prefix of one-time links."""

@@ -15,7 +15,7 @@ from typing import IO, Self
 from urllib.parse import urlsplit
 
 from manta.service.cluster.processes import same_process, start_of, started_in
-from manta.service.home.own_files import OwnFileUnusable, read_key, read_own, writing_in
+from manta.service.own_files import OwnFileUnusable, read_key, read_own, writing_in
 from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from manta.workers.errors import MantaError
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular

@@ -15,9 +15,9 @@ import uvicorn
 from manta.api.app import create_app
 from manta.api.serving.connections import limited_to, max_connections
 from manta.api.ui import mount
+from manta.service.control.cluster_view import Measurements
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.options import NO_MODELS
-from manta.service.monitoring.cluster_view import Measurements
 from manta.service.settings import RequestLimits
 from manta.service.store import Store
 from manta.workers.data.roots import ANYWHERE

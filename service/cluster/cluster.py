@@ -98,10 +98,8 @@ class Cluster:
         await self.groups.remove(groups)
 
     async def release(self, job: str, keep_snapshots: bool = False) -> None:
-        """End the agents of `job` and their trainers, and remove its placement groups. Returns when they are gone.
-
-        Its snapshots are removed too unless `keep_snapshots`.
-        """
+        """End the agents of `job` and their trainers, and remove its placement groups. Returns when they are gone. Its
+        snapshots are removed too unless `keep_snapshots`."""
         names = [name for name in await self.agents.names() if job_of(name) == job]
         await self.agents.end(await self.agents.find(names), keep_snapshots)
         await self.groups.remove([name for name in await self.groups.states() if job_of(name) == job])
@@ -138,11 +136,9 @@ class Cluster:
 
     async def fail_calls_to(self, node: str) -> None:
         """Make calls to what is on `node`, which is lost, fail now: those to agents at once, the others, and what waits
-        in Ray, by telling it that all actors there are dead, which it would find out much later.
-
-        Agents of jobs that another control plane owns are left to that one, which may still reach the node, and so is
-        the node's daemon, since their trainers would end with it.
-        """
+        in Ray, by telling it that all actors there are dead, which it would find out much later. Agents of jobs that
+        another control plane owns are left to that one, which may still reach the node, and so is the node's daemon,
+        since their trainers would end with it."""
         self.agents.fail_calls_to(node)
         theirs = False
         for agent in await self.agents.find(await self.agents.names_on(node)):

@@ -8,7 +8,6 @@ import logging
 import os
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,16 +17,22 @@ from typing import Any
 import psutil
 
 from manta.service.cluster.processes import children_named, end_all, session_leader
-from manta.service.cluster.ray_head import IMPORTED_FROM, NAMESPACE, RayUnavailable, answers, connect
-from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, START_COMMAND, Raylet, outlives_head, raylets
-from manta.service.settings import without_secrets
+from manta.service.cluster.ray_head import (
+    IMPORTED_FROM,
+    NAMESPACE,
+    RayUnavailable,
+    answers,
+    connect,
+    start_command,
+    start_ray,
+)
+from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, Raylet, outlives_head, raylets
 from manta.workers.paths import Paths
 from manta.workers.system.processes import ends_of
 from manta.workers.system.sockets import PortRange, address_facing
 
 log = logging.getLogger(__name__)
 
-POLL_SECONDS = 1.0
 HEAD_RECONNECT_SECONDS = "600"
 """How long this process, and a raylet that it starts, wait for a missing head. Ray's default of 60 s is shorter than
 the time that a pod may take to come back; a head that has lost its state ends them at once."""
@@ -188,17 +193,7 @@ def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Po
     }
     if ports is not None:
         options |= _listening_on(ports)
-    command = [sys.executable, "-P", "-c", START_COMMAND, "start", "--block", "--disable-usage-stats"]
-    with paths.ray_log.open("ab") as output:
-        return subprocess.Popen(
-            [*command, *(f"--{name}={value}" for name, value in options.items())],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            env={**without_secrets(os.environ), MARK: paths.tag, "RAY_USAGE_STATS_ENABLED": "0"},
-            start_new_session=True,
-        )
+    return start_ray(start_command(options), {MARK: paths.tag}, paths.ray_log)
 
 
 def _listening_on(ports: PortRange) -> dict[str, str]:

@@ -169,9 +169,8 @@ class NodeWatch:
                 reader, writer = await asyncio.open_connection(source.host, source.port)
             requests = asyncio.create_task(_request_heartbeats(writer, source.secret))
             while True:
-                async with asyncio.timeout(
-                    HEARTBEAT_TIMEOUT_SECONDS
-                ):  # wait_for loses a cancellation that meets an answer
+                # Unlike this, wait_for loses a cancellation that meets an answer.
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_SECONDS):
                     line = await reader.readline()
                 if not line or (heartbeat := from_json(Heartbeat, json.loads(line))).node != node:
                     return
@@ -219,10 +218,8 @@ async def _request_heartbeats(writer: asyncio.StreamWriter, secret: str) -> None
 
 
 def listens(address: Address) -> bool:
-    """Whether a new connection to `address` is accepted within CONNECT_SECONDS.
-
-    This uses a thread and the kernel's own timeout: a timeout in an event loop also expires if the loop is held up.
-    """
+    """Whether a new connection to `address` is accepted within CONNECT_SECONDS. This uses a thread and the kernel's own
+    timeout: a timeout in an event loop also expires if the loop is held up."""
     with contextlib.suppress(OSError), socket.create_connection(address, CONNECT_SECONDS):
         return True
     return False

@@ -1,5 +1,5 @@
-"""From a layout to bundles of resources, and whether they fit. Pure arithmetic; `placement_groups.py` has Ray create
-them.
+"""From a layout to bundles of resources, and whether they fit; which rank holds the backup of which. Pure arithmetic;
+`placement_groups.py` has Ray create the bundles.
 
 There is one placement group per data-parallel replica, with one bundle per tensor-parallel group: a bundle is on one
 node.
@@ -8,7 +8,7 @@ node.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -137,12 +137,9 @@ def seats_of(layout: ParallelConfig, groups: Sequence[str]) -> dict[int, Seat]:
 
 
 def missing(layout: ParallelConfig, capacity: Capacity) -> Shortage | None:
-    """What `layout` lacks on this cluster now; None if it fits.
-
-    A tensor-parallel group must share a node, so free units on nodes with fewer than `tensor` of them do not count. If
-    nodes of several types are missing, the shortage is that of the type that would be missing most even if no other job
-    held any.
-    """
+    """What `layout` lacks on this cluster now; None if it fits. A tensor-parallel group must share a node, so free
+    units on nodes with fewer than `tensor` of them do not count. If nodes of several types are missing, the shortage is
+    that of the type that would be missing most even if no other job held any."""
     shortages = list(_shortages(layout, capacity))
     return max(shortages, key=lambda each: (each.needed - each.possible, each.needed - each.available), default=None)
 
@@ -196,3 +193,41 @@ def job_of(name: str) -> str | None:
     """The job to which an agent or a placement group belongs, by its name; None for other names."""
     parts = name.split("/")
     return parts[1] if len(parts) == 4 and parts[0] in ("replica", "agent") else None
+
+
+def partners(node_of_rank: Sequence[str]) -> dict[int, int]:
+    """For each rank the rank on another node that holds its backup; empty if all ranks share one node. No rank holds
+    more backups than necessary: one, unless a node has more ranks than all others together."""
+    groups: dict[str, list[int]] = {}
+    for rank, node in enumerate(node_of_rank):
+        groups.setdefault(node, []).append(rank)
+    if len(groups) < 2:
+        return {}
+    nodes = sorted(groups, key=lambda node: (-len(groups[node]), node))
+    largest, everyone = len(groups[nodes[0]]), [rank for node in nodes for rank in groups[node]]
+    if 2 * largest <= len(everyone):
+        # Ranks of one node are consecutive: this many places further another node begins.
+        return {rank: everyone[(at + largest) % len(everyone)] for at, rank in enumerate(everyone)}
+    crowd, others = everyone[:largest], everyone[largest:]
+    return {rank: others[at % len(others)] for at, rank in enumerate(crowd)} | dict(zip(others, crowd, strict=False))
+
+
+@dataclass(frozen=True)
+class Reachable:
+    """The newest step that all ranks can resume from, using memory only."""
+
+    step: int
+    fetched: tuple[int, ...]
+    """Ranks that need their backup for it; the others have it themselves."""
+
+
+def reachable(own: Sequence[Iterable[int]], backups: Mapping[int, Iterable[int]]) -> Reachable | None:
+    """`own`: for each rank the steps in its own shared memory, none for a rank that lost it; `backups`: by rank the
+    steps that its partner holds. None if there is no step that every rank can reach."""
+    mine = [set(steps) for steps in own]
+    held = [set(backups.get(rank, ())) for rank in range(len(mine))]
+    common = set.intersection(*(a | b for a, b in zip(mine, held, strict=True))) if mine else set()
+    if not common:
+        return None
+    step = max(common)
+    return Reachable(step, tuple(rank for rank, steps in enumerate(mine) if step not in steps))

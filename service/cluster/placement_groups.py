@@ -69,10 +69,8 @@ class PlacementGroups:
         replicas: Sequence[int] | None = None,
     ) -> None:
         """Create the placement groups of all replicas, or of these, in order, and wait until they hold their resources.
-
         Nodes in `avoid` are not used unless the others cannot hold the layout or do not become free in a moment. Raises
-        NotPlaced after `timeout` seconds; nothing is held then.
-        """
+        NotPlaced after `timeout` seconds; nothing is held then."""
         if self.epoch is not None:
             self.epoch(job, None)
         avoided = avoidable(layout, await self._nodes.capacity(unit), avoid) if avoid else set()

@@ -58,9 +58,7 @@ def started_in(document: Mapping[str, Any]) -> str | float:
 
 def end_all(mark: tuple[str, str], leader: int | None) -> None:
     """Kill process `leader`, all its descendants, and every process with `mark` (name, value) in its environment.
-
-    Returns when all are gone.
-    """
+    Returns when all are gone."""
     alive = {*_family(leader), *_marked(mark)}
     while alive:
         for process in alive:
@@ -99,10 +97,8 @@ def children_named(pid: int, names: Collection[str]) -> dict[str, int]:
 
 
 def wait_until_ended(processes: Iterable[psutil.Process], seconds: float) -> bool:
-    """Wait until all `processes` have ended, at most `seconds`. Returns whether they have.
-
-    A process that has ended but is not reaped by its parent counts as ended.
-    """
+    """Wait until all `processes` have ended, at most `seconds`. Returns whether they have. A process that has ended but
+    is not reaped by its parent counts as ended."""
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as open_handles:
         for process in processes:

@@ -41,7 +41,7 @@ from manta.service.cluster.ray_private import (
     address_file,
     sockets_of,
 )
-from manta.service.home.own_files import OwnFileUnusable, read_own, write_private, writing_in
+from manta.service.own_files import OwnFileUnusable, read_own, write_private, writing_in
 from manta.service.settings import without_secrets
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths
@@ -58,7 +58,6 @@ WARM_WORKERS = 8
 OBJECT_STORE_BYTES = 100 * 1024 * 1024
 """We send no tensors through Ray, and its object store shares /dev/shm with the snapshots."""
 START_SECONDS, ANSWER_SECONDS = 60.0, 2.0
-POLL_SECONDS = 0.05
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """What a client of HTTP/2 sends first: the preface, and settings without any (RFC 9113, section 3.4)."""
 POLL_SECONDS = 1.0
@@ -202,11 +201,8 @@ class RayHead:
 
     def connect(self, namespace: str = NAMESPACE) -> Any:
         """Connect this process to the head, which `ensure` started, and return the ray module. `namespace`: of all
-        names there, which are not visible from other namespaces.
-
-        Nothing may have imported ray in this process before, since it would not know the token. Raises RayUnavailable
-        if there is no head or it does not answer.
-        """
+        names there, which are not visible from other namespaces. Nothing may have imported ray in this process before,
+        since it would not know the token. Raises RayUnavailable if there is no head or it does not answer."""
         record = self.record()
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
@@ -233,10 +229,8 @@ class RayHead:
             return ""
 
     def stop(self) -> None:
-        """Kill all processes of this home's head and no others, and remove Ray's temporary files.
-
-        SIGKILL is used, since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay.
-        """
+        """Kill all processes of this home's head and no others, and remove Ray's temporary files. SIGKILL is used,
+        since Ray keeps nothing that is worth a slow end; snapshots in shared memory stay."""
         record = self.record()
         end_all((MARK, self._paths.tag), record.pid if record is not None else None)
         with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head
@@ -260,25 +254,14 @@ class RayHead:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         environment = {
-            **without_secrets(os.environ),
             **self._authentication(),
             MARK: self._paths.tag,
             # The agents' modules, if the distribution is not installed.
             "PYTHONPATH": os.pathsep.join(filter(None, (str(IMPORTED_FROM), os.environ.get("PYTHONPATH")))),
-            "RAY_USAGE_STATS_ENABLED": "0",
             STARTUP_CONCURRENCY: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
-        with self._paths.ray_log.open("ab") as log:
-            return subprocess.Popen(
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd="/",
-                env=environment,
-                start_new_session=True,
-            )
+        return start_ray(self._command(), environment, self._paths.ray_log)
 
     def _command(self) -> list[str]:
         options = {
@@ -292,9 +275,7 @@ class RayHead:
             "temp-dir": str(self._paths.ray_folder),
             "resources": json.dumps({SLOT: self._slots}),
         }
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        ray = [sys.executable, "-P", "-c", START_COMMAND, "start"]
-        return [*ray, "--head", "--block", "--disable-usage-stats", NO_AUTOSCALER, *arguments]
+        return start_command(options, "--head", NO_AUTOSCALER)
 
     def _wait_for_address(self, process: subprocess.Popen[bytes]) -> str:
         """The head's actual address, which Ray writes into its folder once it runs."""
@@ -312,6 +293,22 @@ class RayHead:
             process.kill()
             process.wait()
             raise RayUnavailable(f"Ray did not start; its log is {self._paths.ray_log}.")
+
+
+def start_command(options: Mapping[str, str], *flags: str) -> list[str]:
+    """The command `ray start`, which stays for as long as what it starts."""
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-P", "-c", START_COMMAND, "start", *flags, "--block", "--disable-usage-stats", *arguments]
+
+
+def start_ray(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start processes of Ray that outlive this one, with `environment` in addition to its own without secrets."""
+    own = {**without_secrets(os.environ), "RAY_USAGE_STATS_ENABLED": "0", **environment}
+    nothing = subprocess.DEVNULL
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command, stdin=nothing, stdout=output, stderr=output, cwd="/", env=own, start_new_session=True
+        )
 
 
 def count_gpus() -> int:

@@ -12,7 +12,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,28 +23,27 @@ from manta.service.cluster.node_maintenance import NodeMaintenance
 from manta.service.cluster.node_watch import NodeWatch
 from manta.service.cluster.port_check import check_ports
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
+from manta.service.control.cluster_view import Measurements, cluster_view, measured
+from manta.service.control.exports import Exports
 from manta.service.control.faults import FaultInjector, FaultsNotAllowed
+from manta.service.control.file_work import FileWork
+from manta.service.control.home_of_jobs import HomeOfJobs
 from manta.service.control.housekeeping import Housekeeping
 from manta.service.control.options import DEFAULTS, ControlPlaneOptions
 from manta.service.control.owners import JobOwners
+from manta.service.control.removal import Deletion, Retention, delete_checkpoint_in_time, delete_job
 from manta.service.control.running_ranks import ObservedWaits, RankStack, RunningRanks
 from manta.service.control.takeover import refuse_incompatible_agents
-from manta.service.exports import Exports
-from manta.service.file_work import FileWork
-from manta.service.home.home_of_jobs import HomeOfJobs
 from manta.service.job.inbox import Cancel, JobRequest, NodeDraining, NodeLost, Resize
 from manta.service.leases.decisions import LEASE_SECONDS, RayMismatch
 from manta.service.leases.held import Leases, new_id
 from manta.service.log_archive.archiver import LogArchiver
 from manta.service.logs.pages import JobLogs, LogsInHome
-from manta.service.monitoring.cluster_view import Measurements, cluster_view, measured
-from manta.service.removal.deletion import Deletion, delete_checkpoint_in_time, delete_job
-from manta.service.removal.retention import Retention
 from manta.service.states import JobState
 from manta.service.store import Store, installation_tables, jobs
 from manta.service.store.leases import connection_name
 from manta.service.store.location import url_in
-from manta.service.store.tables import Checkpoint, Job
+from manta.service.store.tables import Checkpoint
 from manta.service.tasks import BackgroundTasks, log_failure
 from manta.service.traces.traces import Traces
 from manta.workers.config import JobSpec
@@ -81,16 +80,17 @@ class ControlPlane:
         self.data_roots, self.model_packages = options.data_roots, options.model_packages
         self._home, self._head, self._options, self._start_over = home, head, options, start_over
         me = new_id()
-        self._store = Store(url_in(home, options.database_url), connection_name(me))
-        self._leases = Leases(self._store, me)
+        self.store = Store(url_in(home, options.database_url), connection_name(me))
+        """The job database."""
+        self._leases = Leases(self.store, me)
         self._file_work = FileWork()
-        self.exports = Exports(self._store, options.export_roots or (home / "exports",), self._file_work)
-        self._traces = None if options.traces is None else Traces(self._store, options.traces)
+        self.exports = Exports(self.store, options.export_roots or (home / "exports",), self._file_work)
+        self._traces = None if options.traces is None else Traces(self.store, options.traces)
         logs = options.logs
         self._home_of_jobs = HomeOfJobs(home, options.checkpoints, logs)
-        self._archiver = None if logs is None else LogArchiver(self._store, self._leases, Paths.of(home, logs=logs))
+        self._archiver = None if logs is None else LogArchiver(self.store, self._leases, Paths.of(home, logs=logs))
         first_step = None if self._traces is None else self._traces.first_step
-        self._owners = JobOwners(self._store, self._leases, options.memory_seconds, self._archiver, first_step)
+        self._owners = JobOwners(self.store, self._leases, options.memory_seconds, self._archiver, first_step)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._cluster: Cluster | None = None
@@ -109,11 +109,6 @@ class ControlPlane:
         return self._cluster
 
     @property
-    def store(self) -> Store:
-        """The job database."""
-        return self._store
-
-    @property
     def home(self) -> Path:
         """Folder of the files of all jobs: the embedded state if there is no other control plane."""
         return self._home_of_jobs.folder
@@ -125,26 +120,24 @@ class ControlPlane:
 
     def start(self) -> None:
         """Start the database and a Ray that answers; take over running jobs that no other control plane owns. Raises
-        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere.
-
-        Nothing waits for the nodes: each is checked separately from then on.
-        """
+        RayUnavailable, StoreUnusable, CannotTakeOver, RayMismatch, JobsElsewhere. Nothing waits for the nodes: each is
+        checked separately from then on."""
         # Where migrating shuts out the earlier release, agents are asked first: it continues if this release cannot.
-        asks_first = self._store.shuts_out_release_before
+        asks_first = self.store.shuts_out_release_before
         if not asks_first:
-            self._store.migrate()
+            self.store.migrate()
         ray_is_new = isinstance(self._head, RayHead) and self._ensure_ray(self._head)
-        namespace = self._store.write(lambda session: installation_tables.ray_namespace(session, ray_is_new))
+        namespace = self.store.write(lambda session: installation_tables.ray_namespace(session, ray_is_new))
         log.info("the namespace of this installation in Ray is %s", namespace)
         if not asks_first and not self._leases.alone:
-            self._home_of_jobs.find(self._store)
+            self._home_of_jobs.find(self.store)
         with self._replacing_ray_that_rejects_connections(ray_is_new):
             cluster = self._connect(namespace)
         self._thread.start()
         if asks_first:
             if not ray_is_new:
-                self._call(refuse_incompatible_agents(cluster, self._states))
-            self._store.migrate()
+                self._call(refuse_incompatible_agents(cluster, lambda ids: self.store.query(jobs.states, ids)))
+            self.store.migrate()
         self._join(cluster.identity)
         self._call(self._begin(cluster))
 
@@ -205,14 +198,14 @@ class ControlPlane:
 
     async def _begin(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._ranks = RunningRanks(self._store, cluster)
-        self._injector = FaultInjector(self._store, cluster, self._owners.agents_of)
+        self._ranks = RunningRanks(self.store, cluster)
+        self._injector = FaultInjector(self.store, cluster, self._owners.agents_of)
         cluster.fence_with(self._leases.epoch)
         self._leases.begin()
         retention_days = self._options.retention_days
         retention = Retention(cluster.paths, retention_days, self._file_work) if retention_days else None
         placed = self._owners.placed
-        self._housekeeping = Housekeeping(self._store, cluster, self._leases, placed, self.data_roots, retention)
+        self._housekeeping = Housekeeping(self.store, cluster, self._leases, placed, self.data_roots, retention)
         self._owners.begin(cluster, self._housekeeping)
         await self._owners.refresh()
         care = NodeMaintenance(cluster, self._housekeeping.over, self._housekeeping.wake)
@@ -229,9 +222,6 @@ class ControlPlane:
             self._tasks.append(asyncio.create_task(self._archiver.run(), name="logs"))
         for task in self._tasks:
             task.add_done_callback(log_failure)
-
-    def _states(self, job_ids: Collection[str]) -> dict[str, JobState]:
-        return self._store.query(jobs.states, job_ids)
 
     async def _watch_ray(self) -> None:
         """Notice when our Ray can place nothing any more. Either all trainers died with it, or will when it is
@@ -288,8 +278,8 @@ class ControlPlane:
         return {**about, "draining": False}
 
     async def _node(self, node: str) -> dict[str, Any]:
-        """The node whose id begins with `node`. Raises NodeNotFound, ClusterUnavailable."""
-        nodes = (await cluster_view(self._started_cluster, self._store))["nodes"]
+        """The node whose id begins with `node`."""
+        nodes = (await cluster_view(self._started_cluster, self.store))["nodes"]
         matching = [each for each in nodes if each["id"].startswith(node)]
         if len(matching) != 1:
             raise NodeNotFound(node, len(matching))
@@ -309,13 +299,13 @@ class ControlPlane:
         """Delete a final job and everything that belongs to it. Raises JobNotFound, JobNotFinal, JobBeingExported,
         FilesNotRemoved, StillRemoving, ClusterUnavailable."""
         paths, work = self._home_of_jobs.paths, self._file_work
-        return delete_job(self._store, paths, job_id, lambda: self._call(self._release_job(job_id)), work)
+        return delete_job(self.store, paths, job_id, lambda: self._call(self._release_job(job_id)), work)
 
     def delete_checkpoint(self, job_id: str, checkpoint_id: str, force: bool) -> Checkpoint:
         """Delete a checkpoint and its files. Raises JobNotFound, CheckpointNotFound, CheckpointNeeded,
         CheckpointNotRemoved, CheckpointStillRemoving."""
         paths, work = self._home_of_jobs.paths, self._file_work
-        return delete_checkpoint_in_time(self._store, paths, job_id, checkpoint_id, force, work)
+        return delete_checkpoint_in_time(self.store, paths, job_id, checkpoint_id, force, work)
 
     async def _release_job(self, job_id: str) -> None:
         assert self._housekeeping is not None
@@ -335,7 +325,7 @@ class ControlPlane:
 
     @staticmethod
     def _started(part: T | None) -> T:
-        """A part that needs Ray. Raises ClusterUnavailable."""
+        """A part that needs Ray."""
         if part is None:
             raise ClusterUnavailable(RuntimeError("the control plane is starting"))
         return part
@@ -367,18 +357,15 @@ class ControlPlane:
     async def _clean_up_if_cancelled(self, job_id: str) -> None:
         """A job that was cancelled in the queue or in a pause may have run before and left its snapshots. Its owner at
         that time may not have left yet."""
-        if (await asyncio.to_thread(self._job, job_id)).state == JobState.CANCELLED:
+        if (await asyncio.to_thread(self.store.query, jobs.get, job_id)).state == JobState.CANCELLED:
             async with self._leases.borrowed(job_id, CALL_SECONDS) as lease:
                 if lease is not None:
                     await self._started_cluster.end_job(job_id)
 
-    def _job(self, job_id: str) -> Job:
-        return self._store.query(jobs.get, job_id)
-
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `manta.api.schemas.Cluster`. Raises
         ClusterUnavailable."""
-        return self._call(cluster_view(self._started_cluster, self._store))
+        return self._call(cluster_view(self._started_cluster, self.store))
 
     def check_cluster(self) -> dict[str, Any]:
         """Problems between the nodes, and what the end of Ray's head would mean, in the form of
@@ -427,7 +414,7 @@ class ControlPlane:
         if self._traces is not None:
             self._traces.close()
         self.exports.close()
-        self._store.close()
+        self.store.close()
 
     async def _leave(self) -> None:
         if self._archiver is not None:

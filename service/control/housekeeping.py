@@ -11,20 +11,20 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
-from manta.service.backoff import backoff
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable, needs_traceback
 from manta.service.cluster.node_maintenance import IdleNodes, NodeMaintenance
+from manta.service.control.removal import ConfirmedExpiry, Retention
 from manta.service.control.scheduler import OnPlaced, Scheduler
 from manta.service.job.owner import catch_up
 from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import HOUSEKEEPING
 from manta.service.leases.held import HeldLease, Leases
-from manta.service.removal.retention import ConfirmedExpiry, Retention
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, checkpoints, deletion, jobs, pauses_and_retries
 from manta.service.store.database import in_a_line, may_pass
 from manta.service.stored_specs import SpecNotUnderstood
+from manta.service.tasks import backoff
 from manta.workers.data.roots import ANYWHERE, DataRoots
 from manta.workers.protocol.messages import ProtocolMismatch
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manta.service.job.changes import Change
-from manta.service.job.incident import Incident
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, Incident
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from manta.service.backups.rank_backups import hand_over
 from manta.service.cluster.placement import avoidable
 from manta.service.cluster.placement_groups import NotPlaced
 from manta.service.cluster.sizes import fitting, room_for, shapes_of, sizes_of
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
-from manta.service.recovery.budgets import PastFailure, avoided_nodes
+from manta.service.job.rank_backups import hand_over
+from manta.service.recovery.decisions import PastFailure, avoided_nodes
 from manta.workers.config import JobSpec
 
 

@@ -11,10 +11,10 @@ from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.sizes import in_use
 from manta.service.job.gang import Gang
 from manta.service.job.inbox import Inbox
-from manta.service.job.incident import FailureHistory
 from manta.service.job.record import JobRecord
 from manta.service.job.report_writer import FirstStep
 from manta.service.log_archive.spool import Spool
+from manta.service.recovery.decisions import FailureHistory
 from manta.service.store import Store
 from manta.service.store.tables import Job
 from manta.service.stored_specs import stored_spec
@@ -62,11 +62,11 @@ class JobContext:
     cluster: Cluster
     submitted: JobSpec
     record: JobRecord
-    """Its rows."""
+    """The rows of the job."""
     gang: Gang
-    """Its agents."""
+    """The agents of the job."""
     history: FailureHistory
-    """Its failures."""
+    """The failures of the job."""
     inbox: Inbox = field(default_factory=Inbox)
     """What it is asked for."""
     memory_seconds: float = DEFAULT_MEMORY_SECONDS

@@ -16,8 +16,7 @@ from typing import Any, Protocol, TypeVar
 from manta.service.cluster.agent_client import AgentClient, AgentError, AgentTimeout, within
 from manta.service.cluster.agents import query
 from manta.service.recovery.decisions import NOT_SAVED
-from manta.service.recovery.flight_matching import refined
-from manta.service.recovery.waits import AXES, Group, RankView, Verdict, find_culprits, waiting_for
+from manta.service.recovery.waits import AXES, Group, RankView, Verdict, find_culprits, refined, waiting_for
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.protocol.json_codec import JsonObject, to_json
 from manta.workers.protocol.reports import Event, Report, TrainerStatus

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manta.service.backups import rank_backups
 from manta.service.cluster.agent_client import AgentError, AgentFailed, within
 from manta.service.cluster.agents import query
 from manta.service.cluster.sizes import max_ranks
+from manta.service.job import rank_backups
 from manta.service.job.actions import Launch
 from manta.service.job.context import JobContext
 from manta.service.job.generation import RunningGeneration
@@ -24,14 +24,14 @@ from manta.service.job.received_lines import ReceivedLines
 from manta.service.job.report_writer import ReportWriter
 from manta.service.job.resume import newest_state
 from manta.service.recovery.durable_state import beginning_of
-from manta.service.store import StepTrace
+from manta.service.store import StepTrace, jobs, step_traces
 from manta.service.store.ranks import EXITED, RUNNING, STARTING
 from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import AgentDescription, Endpoint, LaunchOrder, Resume, TraceOrder
-from manta.workers.protocol.reports import Metrics, Report
+from manta.workers.protocol.reports import REPAIR_SELF_TEST, Metrics, Report
 from manta.workers.protocol.requests import RecordSteps
 from manta.workers.system.threads import decided_threads, threads_of, with_threads
 
@@ -43,20 +43,6 @@ INITIAL_WAIT_SECONDS = 0.05
 MAX_WAIT_SECONDS = 2.0
 """Seconds before the first rank is asked again, if it could not pass a trace on: it is still starting, and its steps
 may be short, or its agent is silent. Each wait is twice as long as the one before."""
-
-
-@dataclass(frozen=True)
-class RepairOverGroups:
-    """What is known about repair in place over NCCL, which depends on drivers, NCCL and the network of the nodes. Links
-    do not need it."""
-
-    is_tried: bool = False
-    """Whether the ranks test it now, in the first generation of a job. If that fails, later ones do not."""
-    works: bool = False
-    """Whether they have tested it, and it worked."""
-
-
-UNTRIED = RepairOverGroups()
 
 
 class LaunchFailed(MantaError):
@@ -77,7 +63,7 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     gang, record = job.gang, job.record
     where = await _describe_agents(job)
     if gang.threads is None:
-        gang.threads = await job.record.decide_threads(await _threads_for(job, where))
+        gang.threads = await _threads_for(job, where)
     culprit = None if launch.incident is None else launch.incident.culprit
     last = (None, None) if culprit is None else (culprit.kind, culprit.step)
     start = await newest_state(job, *last)
@@ -89,10 +75,11 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     generation = await record.begin(
         launch.cause, launch.counts, resume, start.source, gang.layout, launch.incident, expected
     )
-    roll_backs = await record.rolled_back()
-    repair = RepairOverGroups(next_one == 1, await record.repair_works())
+    roll_backs, tests = await record.data_of("rolled_back"), await record.data_of(REPAIR_SELF_TEST)
     secret = secrets.token_hex(SECRET_LENGTH // 2)
-    common = CommonOrder(generation, gang.spec, resume, store, roll_backs, secret, repair)
+    common = CommonOrder(
+        generation, gang.spec, resume, store, roll_backs, secret, next_one == 1, bool(tests and tests[-1].get("passed"))
+    )
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
     try:
@@ -112,12 +99,8 @@ async def _send_orders(
     """Have all agents launch a generation that has begun, and note which of them did."""
     generation, agents = running.generation, job.gang.by_rank
     answers, silent = await query(agents, lambda rank, agent: agent.launch(orders[rank]), LAUNCH_SECONDS)
-    rows = [
-        _row(job, rank, place, generation, answers[rank].pid, RUNNING)
-        if rank in answers
-        else _row(job, rank, place, generation, None, EXITED)
-        for rank, place in where.items()
-    ]
+    started: dict[int, tuple[int | None, str]] = {rank: (answer.pid, RUNNING) for rank, answer in answers.items()}
+    rows = [_row(job, rank, at, generation, *started.get(rank, (None, EXITED))) for rank, at in where.items()]
     kept = [rank for rank, answer in answers.items() if answer.kept]
     await job.record.launched(generation, time.time(), rows, kept)
     running.launched.set()
@@ -188,13 +171,16 @@ class CommonOrder:
     """Data of the events of steps that were rolled back."""
     secret: str | None = None
     """By which the ranks authenticate each other."""
-    repair: RepairOverGroups = UNTRIED
-    """For ranks on GPUs."""
+    tries_repair: bool = False
+    """Whether ranks on GPUs test repair in place over NCCL now, in the first generation of a job, since it depends on
+    drivers, NCCL and the network of the nodes. If that fails, later generations do not. Links do not need it."""
+    repair_works: bool = False
+    """Whether they have tested it, and it worked."""
 
 
 def order_for(job: JobContext, rank: int, where: AgentDescription, common: CommonOrder) -> LaunchOrder:
     """The order for the agent of `rank`, which is at `where`."""
-    paths, store, repair = job.cluster.paths, common.store, common.repair
+    paths, store = job.cluster.paths, common.store
     return LaunchOrder(
         job=job.id,
         generation=common.generation,
@@ -210,8 +196,8 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         device="cuda:0" if where.devices else "cpu",
         # A node's peak is that of its CPU: a rank with a GPU determines that of its GPU itself.
         peak_flops=None if where.devices else job.cluster.peak_flops.get(where.node or ""),
-        in_place=repair.works or not where.devices,
-        tries_repair=repair.is_tried and bool(where.devices) and job.gang.layout.world_size > 1,
+        in_place=common.repair_works or not where.devices,
+        tries_repair=common.tries_repair and bool(where.devices) and job.gang.layout.world_size > 1,
     )
 
 
@@ -228,13 +214,14 @@ async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:
 
 
 async def _threads_for(job: JobContext, where: Mapping[int, AgentDescription]) -> int:
-    """Threads per rank of a job that starts for the first time, on these nodes."""
+    """Decides the threads per rank of a job that starts for the first time, on these nodes, unless they are decided."""
     spec = job.submitted
     capacity = await job.cluster.nodes.capacity(await job.gang.unit(), all_living=True)
     units = {node: total for node, (total, _) in capacity.nodes.items()}
     on_cpu = {place.node or place.host: place.cores for place in where.values() if not place.devices}
     most = max_ranks(spec)
-    return decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
+    threads = decided_threads(spec, [(cores, min(most, units.get(node) or most)) for node, cores in on_cpu.items()])
+    return await job.record.write(lambda session: jobs.decide_threads(session, job.id, threads))
 
 
 async def _start_store(job: JobContext, where: Mapping[int, AgentDescription], generation: int) -> Endpoint | None:
@@ -275,7 +262,8 @@ async def pass_traces_on(job: JobContext, running: RunningGeneration) -> None:
     wait = INITIAL_WAIT_SECONDS
     while True:
         job.inbox.remove(Trace)
-        waiting = [each for each in await job.record.wanted_traces() if each.number not in passed]
+        wanted = await job.record.read(lambda session: step_traces.wanted(session, job.id))
+        waiting = [each for each in wanted if each.number not in passed]
         for each in waiting:
             if await _passed_on(job, running, each):
                 passed.add(each.number)
@@ -296,7 +284,7 @@ async def _passed_on(job: JobContext, running: RunningGeneration, wanted: StepTr
         return True
     except AgentFailed as error:
         why = f"the job's ranks cannot be traced, perhaps since another release started them ({error})"
-        await job.record.fail_trace(wanted.number, why)
+        await job.record.write(lambda session: step_traces.fail(session, job.id, wanted.number, why))
         return True
     except AgentError:
         return False

@@ -96,7 +96,7 @@ def _lines(about: dict[str, object], texts: tuple[str, ...]) -> bytes:
 
 
 def _append_atomically(file: Path, content: bytes) -> None:
-    """Append all of `content`, or nothing if possible. Raises OSError."""
+    """Append all of `content`, or nothing if possible."""
     descriptor = open_to_append(file)
     try:
         before, left = os.fstat(descriptor).st_size, memoryview(content)

@@ -12,17 +12,15 @@ from typing import Any, TypeVar
 from sqlalchemy.orm import Session
 
 from manta.service.cluster.placement import insufficient, unit_of
-from manta.service.job.incident import Incident
 from manta.service.ledger import StateEntry
-from manta.service.recovery.budgets import avoided_nodes, past_failures
+from manta.service.recovery.decisions import Incident, avoided_nodes, past_failures
 from manta.service.states import HELD, JobState, can
-from manta.service.store import StepTrace, Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
+from manta.service.store import Store, checkpoints, events, generations, jobs, ranks, recoveries, step_traces
 from manta.service.store.database import until_done
 from manta.service.store.tables import Checkpoint, Generation, Job
 from manta.workers.checkpoint.catalog import Listing
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.messages import Resume
-from manta.workers.protocol.reports import REPAIR_SELF_TEST
 
 T = TypeVar("T")
 Outcome = Mapping[str, Any]
@@ -67,18 +65,9 @@ class JobRecord:
         current = await self.current_generation()
         return (current.data or {}).get("outcome") if current is not None else None
 
-    async def rolled_back(self) -> list[dict[str, Any]]:
-        """Data of the events of steps that were rolled back, oldest first."""
-        return await self.read(lambda s: events.data_of(s, self.id, "rolled_back"))
-
-    async def repair_works(self) -> bool:
-        """Whether the ranks have tested repair in place over process groups, and it worked."""
-        tried = await self.read(lambda s: events.data_of(s, self.id, REPAIR_SELF_TEST))
-        return bool(tried) and bool(tried[-1].get("passed"))
-
-    async def decide_threads(self, threads: int) -> int:
-        """Record the number of threads per rank, unless it is decided already; returns the valid number."""
-        return await self.write(lambda s: jobs.decide_threads(s, self.id, threads))
+    async def data_of(self, kind: str) -> list[dict[str, Any]]:
+        """Data of the job's events of this kind, oldest first."""
+        return await self.read(lambda s: events.data_of(s, self.id, kind))
 
     async def event(
         self,
@@ -87,12 +76,9 @@ class JobRecord:
         rank: int | None = None,
         step: int | None = None,
         data: Any = None,
-        generation: int | None = None,
     ) -> None:
         """Append an event."""
-        await self.write(
-            lambda s: events.append(s, self.id, kind, message, rank=rank, step=step, data=data, generation=generation)
-        )
+        await self.write(lambda s: events.append(s, self.id, kind, message, rank=rank, step=step, data=data))
 
     async def record_state(self, state: JobState) -> None:
         """Record that the job is in `state`, unless that is impossible from its present one."""
@@ -135,7 +121,19 @@ class JobRecord:
             if {row.actor for row in ranks.of_job(session, self.id)} != {row["actor"] for row in expected}:
                 ranks.replace(session, self.id, expected)
             if incident is not None:
-                recoveries.begin(session, self.id, number, incident.beginning(source, resume.step))
+                recoveries.begin(
+                    session,
+                    self.id,
+                    number,
+                    incident.timeline,
+                    kind=incident.culprit.kind,
+                    rank=incident.culprit.rank,
+                    cause=incident.culprit.sentence,
+                    node=incident.failure.node,
+                    source=source,
+                    resume_step=resume.step,
+                    wait_seconds=incident.wait_seconds,
+                )
             message = f"generation {number} {words[resume.source]}: {cause}"
             about = {"generation": number, "step": resume.step}
             events.append(session, self.id, "generation_started", message, data=data_of_event, **about)
@@ -175,14 +173,6 @@ class JobRecord:
     async def unfinished_saves(self) -> list[tuple[str, float]]:
         """Identifies each save that has begun and whose end was not reported."""
         return await self.read(lambda s: checkpoints.under_way(s, self.id))
-
-    async def wanted_traces(self) -> list[StepTrace]:
-        """Traces that were requested and have not begun, the oldest first."""
-        return await self.read(lambda s: step_traces.wanted(s, self.id))
-
-    async def fail_trace(self, number: int, why: str) -> None:
-        """Record that a trace cannot begin."""
-        await self.write(lambda s: step_traces.fail(s, self.id, number, why))
 
     async def record_end(self, lost: Sequence[int] | None = None) -> None:
         """Record that these ranks (None: all) have no process any more, though they did not report it."""

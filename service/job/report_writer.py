@@ -23,7 +23,7 @@ from manta.service.store import (
     plans,
     ranks,
     recoveries,
-    trace_requests,
+    step_traces,
 )
 from manta.service.store.database import until_done
 from manta.service.store.generations import TrainedStep
@@ -73,11 +73,9 @@ class ReportWriter:
         self._resume_step, self._stepped, self._settled = resume_step, False, False
 
     async def take(self, report: Report) -> None:
-        """Store one report. Repeated reports, and those of replaced generations, change nothing.
-
-        If the database does not answer this is repeated, and the report stays unacknowledged. A report that can never
-        be stored is recorded as such and skipped: no report ends a job.
-        """
+        """Store one report. Repeated reports, and those of replaced generations, change nothing. If the database does
+        not answer this is repeated, and the report stays unacknowledged. A report that can never be stored is recorded
+        as such and skipped: no report ends a job."""
         try:
             await self._store_report(report)
         except LeaseLost:
@@ -177,23 +175,14 @@ class ReportWriter:
             "forked": over.forked,
             "kept": over.kept,
         }
-        events.append(
-            session,
-            self._job_id,
-            "recovered",
-            message,
-            generation=self._generation,
-            rank=over.rank,
-            step=step,
-            data=data,
-        )
+        about = {"generation": self._generation, "rank": over.rank, "step": step}
+        events.append(session, self._job_id, "recovered", message, data=data, **about)
 
     def _started(self, session: Session, report: Report, started: Started) -> None:
         """`report` comes when the rank has its state."""
         ranks.set_state(session, self._job_id, self._generation, report.rank, "running", pid=started.pid)
-        recoveries.record_latest(
-            session, self._job_id, self._generation, connected_at=started.connected_at, restored_at=report.time
-        )
+        times = {"connected_at": started.connected_at, "restored_at": report.time}
+        recoveries.record_latest(session, self._job_id, self._generation, **times)
 
     def _finished(self, session: Session, report: Report, seconds: dict[str, float]) -> None:
         """The last step was committed before; later work, such as the last checkpoint, is reported here."""
@@ -201,31 +190,22 @@ class ReportWriter:
         generations.add_training(session, self._job_id, self._generation, step)
 
     def _trace_began(self, session: Session, report: Report, began: TraceBegan) -> None:
-        trace_requests.record_beginning(session, self._job_id, began.number, self._generation, began.first_step)
+        step_traces.record_beginning(session, self._job_id, began.number, self._generation, began.first_step)
 
     def _traced(self, session: Session, report: Report, traced: Traced) -> None:
         about = (self._job_id, traced.number, self._generation, traced.first_step, report.rank)
-        trace_requests.record_recorded(session, *about, traced.recording)
+        step_traces.record_recorded(session, *about, traced.recording)
 
     def _profiled(self, session: Session, report: Report, profiled: Profiled) -> None:
         about = (self._job_id, profiled.number, self._generation, profiled.first_step, report.rank)
-        trace_requests.record_profiled(session, *about, base64.b85decode(profiled.content))
+        step_traces.record_profiled(session, *about, base64.b85decode(profiled.content))
 
     def _exit(self, session: Session, report: Report, _: None) -> None:
         ranks.set_state(session, self._job_id, self._generation, report.rank, ranks.EXITED)
 
     def _event(self, session: Session, report: Report, event: Event) -> None:
-        events.append(
-            session,
-            self._job_id,
-            event.type,
-            event.message,
-            generation=self._generation,
-            rank=report.rank,
-            step=event.step,
-            data=event.data,
-            at=report.time,
-        )
+        about = {"generation": self._generation, "rank": report.rank, "step": event.step}
+        events.append(session, self._job_id, event.type, event.message, data=event.data, at=report.time, **about)
         if event.type.startswith("checkpoint_") and event.step is not None:
             self._checkpoint(session, event.type, event.step, event.data)
 

@@ -99,7 +99,7 @@ class ElasticityPlanner:
         if draining := self._draining():
             if not self._reported_waiting or await self._room(self._gang.spec) >= len(draining):
                 return True
-            return await self._layout_after_relocation() is not None or await self._spare_seconds() <= 0
+            return await self._fitting(self._shapes) is not None or await self._spare_seconds() <= 0
         if len(self._sizes) == len(self._shapes) == 1:
             return False
         wanted, held = await self._job.wanted_replicas(), self._gang.layout.data
@@ -116,10 +116,6 @@ class ElasticityPlanner:
         sizes = [(shape.layout.tensor, shape.layout.pipeline) for shape in self._shapes]
         larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
         return await self._fitting(larger) if larger else None
-
-    async def _layout_after_relocation(self) -> JobSpec | None:
-        """The layout that the job could have if it were placed again."""
-        return await self._fitting(self._shapes)
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:
         """The first of `shapes` that there is room for if this job gives back what it holds."""
@@ -188,7 +184,7 @@ class ElasticityPlanner:
         staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
         if len(staying) in self._sizes:
             return Shrink(staying, f"continued without replicas {list(draining)}: their nodes are being drained")
-        elsewhere, spare = await self._layout_after_relocation(), await self._spare_seconds()
+        elsewhere, spare = await self._fitting(self._shapes), await self._spare_seconds()
         if spare <= 0:  # placing it again would leave its newest state on nodes that may be gone at any moment
             return WaitInQueue(NO_ROOM if elsewhere is None else TOO_SOON)
         if elsewhere is not None:

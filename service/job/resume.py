@@ -8,15 +8,14 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from manta.service.backups import rank_backups
-from manta.service.backups.rank_backups import complete_states, spread
 from manta.service.cluster.agent_client import AgentClient, within
 from manta.service.cluster.sizes import resized, shapes_of, sizes_of
+from manta.service.job import rank_backups
 from manta.service.job.context import LISTING_SECONDS, JobContext
-from manta.service.job.gang import Gang
+from manta.service.job.rank_backups import complete_states, spread
 from manta.service.recovery.decisions import choose_resume, unusable_sources
 from manta.service.recovery.durable_state import DurableState, durable_state
-from manta.service.store import checkpoints, restored
+from manta.service.store import backup_file, checkpoints
 from manta.workers.checkpoint.catalog import generation_of
 from manta.workers.comm.grid import state_groups
 from manta.workers.config import JobSpec, ParallelConfig
@@ -45,21 +44,20 @@ class StartingPoint:
 
 
 async def newest_state(job: JobContext, last_kind: str | None, last_step: int | None = None) -> StartingPoint:
-    """The newest state that all of the gang can reach; if it is on other nodes, it is copied to theirs.
-
-    `last_kind`: kind of the death that ended the last generation; `last_step`: the step computed at that time.
-    Departing agents are queried too: their nodes may hold state. Raises CheckpointsUnreadable if the newest state is a
-    checkpoint that cannot be read now, AgentError, and TimeoutError if the agents take too long.
-    """
+    """The newest state that all of the gang can reach; if it is on other nodes, it is copied to theirs. `last_kind`:
+    kind of the death that ended the last generation; `last_step`: the step computed at that time. Departing agents are
+    queried too: their nodes may hold state. Raises CheckpointsUnreadable if the newest state is a checkpoint that
+    cannot be read now, AgentError, and TimeoutError if the agents take too long."""
     gang, generation = job.gang, (await job.record.job()).generation
     async with asyncio.timeout(MEMORY_SECONDS):  # limits the agents only: the database may take any time
         brought, foreign = await _in_memory(job, generation)
-    held = [{*steps, *_in_process(gang, rank)} for rank, steps in enumerate(brought.steps)]
+    resting = {rank: [step] for rank, step in gang.resting_steps.items() if step is not None}
+    held = [{*steps, *resting.get(rank, ())} for rank, steps in enumerate(brought.steps)]
     unusable = unusable_sources(await job.record.generations(), last_kind, last_step)
     recorded = [(row.step, row.path) for row in await job.record.saved_checkpoints()]
     is_in_memory = choose_resume(held, recorded, unusable, foreign).source in ("snapshot", "memory")
     # Otherwise the database may be a backup, older than the folder. A resting rank has reported in this generation.
-    is_heard = job.record.has_begun or any(step is not None for step in gang.resting_steps.values())
+    is_heard = job.record.has_begun or bool(resting)
     durable = await known_checkpoints(job, IN_MEMORY_SECONDS if is_in_memory and is_heard else LISTING_SECONDS)
     resume = choose_resume(held, durable.checkpoints, unusable, foreign)
     durable.refuse_unknown(job.id, resume, job.has_snapshots)
@@ -96,14 +94,8 @@ async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -
     durable = durable_state(listing, complete, [row for row in rows if row.state == checkpoints.SAVING])
     newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
     if newest > (await job.record.job()).generation:  # a backup: later generations must have higher numbers
-        await job.record.write(lambda session: restored.know_generation(session, job.id, newest))
+        await job.record.write(lambda session: backup_file.know_generation(session, job.id, newest))
     return durable
-
-
-def _in_process(gang: Gang, rank: int) -> list[int]:
-    """The step that the rank's resting trainer still holds."""
-    step = gang.resting_steps.get(rank)
-    return [] if step is None else [step]
 
 
 def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:

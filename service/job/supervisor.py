@@ -46,14 +46,13 @@ from manta.service.job.inbox import (
     Resize,
     WaitInQueue,
 )
-from manta.service.job.incident import Incident
 from manta.service.job.launch import LaunchFailed, finish_launch, launch_generation, watch_generation
 from manta.service.job.leave import leave, request_save, watch_deadline
 from manta.service.job.planning import plan_generation
 from manta.service.job.record import NODES_TO_BE_LEFT
 from manta.service.job.resize_and_drain import ElasticityPlanner
 from manta.service.job.resume import known_checkpoints
-from manta.service.recovery.decisions import UNREADABLE, Death, GiveUp, decide, failure_of
+from manta.service.recovery.decisions import UNREADABLE, Death, GiveUp, Incident, decide, failure_of
 from manta.service.recovery.durable_state import CheckpointsUnreadable, hold_seconds, hold_sentence
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState, is_final
@@ -176,7 +175,7 @@ class Supervisor:
         return await (self._adopt(job) if scheduled_generation is None else self._start(job, scheduled_generation))
 
     async def _perform(self, action: Action) -> Action | None:
-        """Carry out one action; returns the next, or None when the job has no owner any more. Raises NotPlaced."""
+        """Carry out one action; returns the next, or None when the job has no owner any more."""
         match action:
             case Watch():
                 return await self._watch()
@@ -292,9 +291,8 @@ class Supervisor:
 
     async def _recover(self, action: Recover) -> Action:
         """Start another generation, with other agents for ranks that lost theirs, or give up the job."""
-        await self._record.record_state(
-            JobState.RECOVERING
-        )  # again, since a last report may have been of the first step
+        # Again, since a last report may have been of the first step.
+        await self._record.record_state(JobState.RECOVERING)
         if action.agents_lost:  # it may be held back, or held, for long before the next launch records them again
             await self._record.record_end(action.agents_lost)
         job, lives = await self._record.job(), await self._record.generations()

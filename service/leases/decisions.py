@@ -26,7 +26,6 @@ class LeaseLost(MantaError):
 
     def __init__(self, name: str):
         """`name`: the lease's name."""
-        self.name = name
         super().__init__(f"{name} is no longer owned by this control plane")
 
 
@@ -35,7 +34,6 @@ class LeaseUncertain(MantaError):
 
     def __init__(self, name: str):
         """`name`: the lease's name."""
-        self.name = name
         super().__init__(f"it is not certain that this control plane still owns {name}: the database does not answer")
 
 

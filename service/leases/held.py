@@ -18,12 +18,12 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from manta.service.backoff import backoff
 from manta.service.leases import decisions
 from manta.service.leases.decisions import RENEW_SECONDS, JobSummary, LeaseLost, LeaseUncertain
 from manta.service.store import Store, leases
 from manta.service.store.database import until_done
 from manta.service.store.sqlite import SqliteDatabase
+from manta.service.tasks import backoff
 from manta.workers.protocol.remote_call import FOR_ALL
 
 if TYPE_CHECKING:

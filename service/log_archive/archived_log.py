@@ -177,7 +177,7 @@ class ArchivedLog:
             size *= 2
 
     def _bytes(self, part: Location, at: int, size: int) -> bytes:
-        """Up to `size` bytes of `part` from byte `at` on. Raises OSError, FileNotFoundError, LogsUnavailable."""
+        """Up to `size` bytes of `part` from byte `at` on."""
         content, number = b"", at // BLOCK_BYTES
         while len(content) < at % BLOCK_BYTES + size:
             block = self._blocks.known(part, number)

@@ -21,7 +21,6 @@ from functools import partial
 
 from sqlalchemy.orm import Session
 
-from manta.service.backoff import backoff_after
 from manta.service.leases.held import HeldLease, Leases
 from manta.service.log_archive.archived_log import ArchivedLog, Blocks
 from manta.service.log_archive.parts import PART_BYTES, SMALL_PARTS, PartWriter
@@ -29,6 +28,7 @@ from manta.service.log_archive.spool import Spool, SpooledLog
 from manta.service.logs.pages import LogFiles, LogSource, log_folder, ranks_in, sizes_in
 from manta.service.states import SUPERVISED, JobState, is_final
 from manta.service.store import Store, deletion, jobs
+from manta.service.tasks import backoff_after
 from manta.workers.paths import Paths
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
@@ -219,7 +219,7 @@ class LogArchiver:
             job.failures = 0
 
     async def _ship(self, job: _Job, closes: bool = False) -> None:
-        """Write what is new, and with `closes` that nothing follows. Raises OSError."""
+        """Write what is new, and with `closes` that nothing follows."""
         if job.shipping is not None and not job.shipping.done():
             await asyncio.wait({asyncio.wrap_future(job.shipping)})
         await self._upload_slots.acquire()

@@ -92,7 +92,6 @@ class LineTest:
 
 
 def _compiled(regex: str) -> Any:
-    """Raises InvalidPattern."""
     if len(regex) > MAX_REGEX_CHARACTERS:
         raise InvalidPattern(f"is longer than {MAX_REGEX_CHARACTERS} characters")
     options = re2.Options()

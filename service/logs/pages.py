@@ -195,10 +195,8 @@ class Chunk:
 
 
 def log_folder(home: Path, job_id: str) -> Path:
-    """The folder of a job's log files.
-
-    Raises ValueError for text that is not a job id, so that paths stay inside `home`.
-    """
+    """The folder of a job's log files. Raises ValueError for text that is not a job id, so that paths stay inside
+    `home`."""
     if not is_job_id(job_id):
         raise ValueError(f"{job_id!r} is not a job id")
     return home / "jobs" / job_id / "logs"
@@ -242,11 +240,9 @@ def read_page(
     test: LineTest | None = None,
 ) -> LogPage:
     """At most `limit` lines, or lines that `test` wants, starting at `position`: of one rank, or of all merged by time.
-
     A last line that is still being written is left for the next page; a malformed line is skipped. If a rank has more
     output than was read, lines of others that are later than what was read of it wait for the next page. A job that has
-    printed nothing yet has an empty page. Raises LogsUnavailable.
-    """
+    printed nothing yet has an empty page. Raises LogsUnavailable."""
     ranks = source.ranks() if rank is None else [rank]
     chunk_bytes = max(MIN_CHUNK_BYTES, max_bytes // max(1, len(ranks)))
     chunks = [_read_chunk(source, number, position.get(number, 0), chunk_bytes, test) for number in ranks]
@@ -334,7 +330,7 @@ def _parse(raw: bytes, rank: int, end: int) -> LogLine | None:
 
 
 def _moment(value: Any) -> float:
-    """Unix seconds before the year 10000. Raises ValueError, TypeError."""
+    """Unix seconds before the year 10000."""
     seconds = float(value)
     if not 0 <= seconds < 253402300800:
         raise ValueError(f"{value} is not a time")
@@ -342,10 +338,8 @@ def _moment(value: Any) -> float:
 
 
 def merge(chunks: Iterable[Chunk]) -> list[tuple[LogLine, float]]:
-    """All lines by time, each with the time that it is sorted by.
-
-    Within a rank the order of the file is kept, even if its clock was set back, so the sort time never decreases.
-    """
+    """All lines by time, each with the time that it is sorted by. Within a rank the order of the file is kept, even if
+    its clock was set back, so the sort time never decreases."""
     keyed: list[tuple[LogLine, float]] = []
     for chunk in chunks:
         key = float("-inf")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from manta.service.backoff import backoff_after
+from manta.service.tasks import backoff_after
 from manta.workers.checkpoint.catalog import Condition, Listing, generation_of
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import Resume

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PHASES = ("detect", "rest", "re_form", "restore", "redo")
@@ -55,16 +55,6 @@ class RecoveryTimeline:
     def to_json(self) -> dict[str, float | None]:
         """The times by name."""
         return dict(vars(self))
-
-    @classmethod
-    def from_times(cls, times: Mapping[str, float | None]) -> RecoveryTimeline:
-        """From the times by name. Raises KeyError without `noticed_at`."""
-        noticed = times["noticed_at"]
-        assert noticed is not None
-        return cls(noticed, *(times.get(name) for name in _OPTIONAL))
-
-
-_OPTIONAL = ("failed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
 
 
 def intervals(began_at: float, ends: Sequence[float | None]) -> list[tuple[float, float]]:

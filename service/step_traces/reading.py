@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy.orm import Session
 
@@ -281,7 +281,7 @@ def _ranks(spec: JobSpec, model: StepModel, time: StepTime) -> list[dict[str, An
 
 
 def _rank(grid: RankGrid, stage: int, bars: list[Bar], time: StepTime) -> dict[str, Any]:
-    slices = [Slice(_kind(bar), bar.begin, bar.end, 1, bar.stage, bar.micro_batch) for bar in bars]
+    slices = [Slice(cast("SliceKind", bar.kind), bar.begin, bar.end, 1, bar.stage, bar.micro_batch) for bar in bars]
     reduced = time.pipeline + time.gradients + time.tied
     updated = reduced + time.optimizer
     tail: list[tuple[SliceKind, float, float]] = [
@@ -299,13 +299,3 @@ def _rank(grid: RankGrid, stage: int, bars: list[Bar], time: StepTime) -> dict[s
         "steps": [{"step": 1, "start": 0.0, "end": time.seconds}],
         "slices": [slice_document(slice_) for slice_ in slices],
     }
-
-
-def _kind(bar: Bar) -> SliceKind:
-    kinds: dict[str, SliceKind] = {
-        "forward": "forward",
-        "backward": "backward",
-        "backward_input": "backward_input",
-        "backward_weight": "backward_weight",
-    }
-    return kinds[bar.kind]

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
-from manta.service.keys.identity import Identity
+from manta.service.identity import Identity
 from manta.service.store.installation_tables import AuditEntry
 from manta.service.store.paging import Cursors, Page
 
@@ -33,28 +33,26 @@ class AuditRecord:
 
 def append(session: Session, identity: Identity, record: AuditRecord) -> None:
     """Record a request with a key."""
-    _append(
-        session,
-        record,
-        project=identity.project,
-        key_id=identity.key_id,
-        key_name=identity.key_name,
-        user=identity.user,
-    )
+    _append(session, record, identity.project, identity.key_name, identity.key_id, identity.user)
 
 
 def append_local(session: Session, user: str, project: str, record: AuditRecord) -> None:
     """Record what a user of the machine, `user`, did directly with the database."""
-    _append(session, record, project=project, key_id=None, key_name="on the machine", user=user)
+    _append(session, record, project, "on the machine", user=user)
 
 
 def append_of_service(session: Session, project: str, record: AuditRecord) -> None:
     """Record something that the service did by itself."""
-    _append(session, record, project=project, key_id=None, key_name="the service", user=None)
+    _append(session, record, project, "the service")
 
 
 def _append(
-    session: Session, record: AuditRecord, *, project: str, key_id: str | None, key_name: str, user: str | None
+    session: Session,
+    record: AuditRecord,
+    project: str,
+    key_name: str,
+    key_id: str | None = None,
+    user: str | None = None,
 ) -> None:
     identity = {"project": project, "key_id": key_id, "key_name": key_name, "user_name": user}
     session.connection().execute(_INSERT, {"time": time.time(), **identity, **asdict(record)})

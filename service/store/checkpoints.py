@@ -18,11 +18,9 @@ SAVING, COMPLETE, FAILED, DELETED = "saving", "complete", "failed", "deleted"
 
 
 def begin(session: Session, job_id: str, generation: int, step: int, path: str) -> Checkpoint | None:
-    """Record that `generation` saves the state of committed step `step` in folder `path`.
-
-    Saving the same step again in the same generation replaces the earlier attempt. Returns None if the job is in a
-    higher generation. Raises JobNotFound.
-    """
+    """Record that `generation` saves the state of committed step `step` in folder `path`. Saving the same step again in
+    the same generation replaces the earlier attempt. Returns None if the job is in a higher generation. Raises
+    JobNotFound."""
     if generation < jobs.get(session, job_id, lock=True).generation:
         return None
     checkpoint_id = _id(job_id, step, generation)
@@ -35,12 +33,10 @@ def begin(session: Session, job_id: str, generation: int, step: int, path: str) 
 
 
 def complete(session: Session, checkpoint_id: str, size_bytes: int) -> bool:
-    """Record that a checkpoint's manifest is written; `size_bytes` is its size on disk.
-
-    Returns False, without any change, if it is unknown, deleted or already complete. A failed one becomes complete too,
-    since a store may answer when nothing waits for it any more. Checkpoints of lower generations count as well, since
-    they are complete on disk, so this is not fenced.
-    """
+    """Record that a checkpoint's manifest is written; `size_bytes` is its size on disk. Returns False, without any
+    change, if it is unknown, deleted or already complete. A failed one becomes complete too, since a store may answer
+    when nothing waits for it any more. Checkpoints of lower generations count as well, since they are complete on disk,
+    so this is not fenced."""
     row = session.get(Checkpoint, checkpoint_id)
     if row is None or row.state not in (SAVING, FAILED):
         return False

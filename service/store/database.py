@@ -21,10 +21,10 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
-from manta.service.backoff import backoff
 from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.location import file_of, parse_url
 from manta.service.store.sqlite import SqliteDatabase
+from manta.service.tasks import backoff
 from manta.workers.errors import MantaError
 
 if TYPE_CHECKING:
@@ -99,20 +99,17 @@ class ConnectionPool:
 
 
 class Store:
-    """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time.
-
-    Rows that come out of it stay usable after their session is closed.
-    """
+    """The job database. Any thread may read; one thread of its own does all writing, one transaction at a time. Rows
+    that come out of it stay usable after their session is closed."""
 
     def __init__(self, url: str, name: str = "manta"):
         """Open the database at `url`: `sqlite:////home/me/.manta/manta.db`, or `postgresql://me:secret@host/manta`.
-        `name`: of the connections to a server, by which others identify them.
-
-        The folder of an SQLite file is created. Call `migrate` before anything else. Raises InvalidDatabaseUrl, and
-        StoreUnusable if the folder cannot be created.
-        """
-        self._database = open_database(url, name)
-        self._read_session = sessionmaker(self._database.readers, expire_on_commit=False)
+        `name`: of the connections to a server, by which others identify them. The folder of an SQLite file is created.
+        Call `migrate` before anything else. Raises InvalidDatabaseUrl, and StoreUnusable if the folder cannot be
+        created."""
+        self.database = open_database(url, name)
+        """Connections to the database."""
+        self._read_session = sessionmaker(self.database.readers, expire_on_commit=False)
         self._write_session = sessionmaker(expire_on_commit=False)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="manta-writer")
         self._writer_thread: int = self._writer.submit(threading.get_ident).result()
@@ -135,33 +132,26 @@ class Store:
     @property
     def engine(self) -> Engine:
         """The SQLAlchemy engine that writes."""
-        return self._database.writer
-
-    @property
-    def database(self) -> SqliteDatabase | PostgresDatabase:
-        """Connections to the database."""
-        return self._database
+        return self.database.writer
 
     @property
     def location(self) -> str:
         """URL of the database without the password."""
-        return self._database.location
+        return self.database.location
 
     def connections(self) -> dict[str, ConnectionPool]:
         """Use of the connections, by purpose."""
-        database = self._database
+        database = self.database
         most = {"read": database.most_readers, "write": database.most_writers}
         used = {"read": _in_use(database.readers), "write": _in_use(database.writer)}
         return {name: ConnectionPool(used[name], most[name]) for name in most}
 
     def migrate(self, revision: str = "head") -> None:
-        """Bring the schema up or down to `revision`: the newest by default, `base` for an empty database.
-
-        An SQLite file is copied before its schema is upgraded. A database with the schema of a newer release stays as
-        it is, if that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
-        StoreOfNewerRelease.
-        """
-        self._database.refuse_unsuitable()
+        """Bring the schema up or down to `revision`: the newest by default, `base` for an empty database. An SQLite
+        file is copied before its schema is upgraded. A database with the schema of a newer release stays as it is, if
+        that release says that this one can use it. Raises StoreUnusable if the database cannot be opened, and
+        StoreOfNewerRelease."""
+        self.database.refuse_unsuitable()
         current = self.revision
         if revision == "head" and current is not None:
             if current == newest_revision():
@@ -171,7 +161,7 @@ class Store:
                 return
             if current not in _revisions():
                 raise StoreUnusable(self.location, MantaError(f"its revision {current} is that of no release"), _ADVICE)
-            self._database.back_up(current, newest_revision())
+            self.database.back_up(current, newest_revision())
         from alembic import command
         from alembic.config import Config
         from alembic.util import CommandError
@@ -181,8 +171,8 @@ class Store:
         config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
 
         def run() -> None:
-            with self._database.writer.begin() as connection:
-                self._database.begin_migration(connection)
+            with self.database.writer.begin() as connection:
+                self.database.begin_migration(connection)
                 config.attributes["connection"] = connection
                 (command.downgrade if is_down else command.upgrade)(config, revision)
 
@@ -198,9 +188,9 @@ class Store:
         return current is not None and FIRST_RELEASED <= current < newest_revision() and current < OLDEST_READER
 
     def _use_newer(self, current: str) -> None:
-        """Use a database with a revision that is unknown here. Raises StoreOfNewerRelease."""
+        """Use a database with a revision that is unknown here."""
         try:
-            with self._database.readers.connect() as connection:
+            with self.database.readers.connect() as connection:
                 oldest = connection.exec_driver_sql("SELECT oldest_reader FROM compatibility").scalar_one()
         except SQLAlchemyError:
             oldest = current
@@ -212,7 +202,7 @@ class Store:
     def revision(self) -> str | None:
         """Of the present schema; None if there is none, or no database that can be opened."""
         try:
-            with self._database.readers.connect() as connection:
+            with self.database.readers.connect() as connection:
                 revision = connection.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
         except SQLAlchemyError:
             return None
@@ -236,22 +226,20 @@ class Store:
     @contextmanager
     def read_rows(self) -> Iterator[Connection]:
         """Like `read`, for plain rows: for a single query a session costs five times as much."""
-        with self._database.readers.connect() as connection:
+        with self.database.readers.connect() as connection:
             yield connection
 
     @contextmanager
     def read_once(self) -> Iterator[Connection]:
         """Like `read_rows`, for one statement, which by itself sees one state of the database: a transaction around it
         would cost two more round trips to a server."""
-        with self._database.single_readers.connect() as connection:
+        with self.database.single_readers.connect() as connection:
             yield connection
 
     def write(self, operation: Callable[[Session], T]) -> T:
-        """Run `operation` in the writer thread, in one transaction, and return its result.
-
-        Commits when it returns, and rolls back and raises its exception if it raises. Raises RuntimeError if called
-        within an operation, which would wait for itself.
-        """
+        """Run `operation` in the writer thread, in one transaction, and return its result. Commits when it returns, and
+        rolls back and raises its exception if it raises. Raises RuntimeError if called within an operation, which would
+        wait for itself."""
         return self._submit(operation).result()
 
     async def write_async(self, operation: Callable[[Session], T]) -> T:
@@ -276,7 +264,7 @@ class Store:
     def close(self) -> None:
         """Finish pending writes, then close all connections."""
         self._writer.shutdown(wait=True)
-        self._database.close()
+        self.database.close()
 
     def _submit(self, operation: Callable[[Session], T]) -> Future[T]:
         if threading.get_ident() == self._writer_thread:
@@ -301,18 +289,18 @@ class Store:
             try:
                 return self._run_once(operation)
             except DBAPIError as error:
-                if not self._database.is_conflict(error):
+                if not self.database.is_conflict(error):
                     raise
                 log.info("a write got into the way of another one, and is done again (%s)", error.orig)
         return self._run_once(operation)
 
     def _run_once(self, operation: Callable[[Session], T]) -> T:
-        with self._database.writer.connect() as connection:
+        with self.database.writer.connect() as connection:
             transaction = connection.begin()
             with self._write_session(bind=connection) as session:
                 result = operation(session)
                 session.commit()  # within the transaction; rows stay usable in any case
-            self._database.commit(connection, transaction)
+            self.database.commit(connection, transaction)
             return result
 
 

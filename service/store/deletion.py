@@ -45,10 +45,7 @@ _OF_A_JOB: tuple[type[Base], ...] = (
 
 def begin(session: Session, job_id: str, why: str = "the user deletes the job") -> None:
     """Mark a final job as being deleted: it cannot be retried any more, and its snapshots in memory are not kept for
-    that.
-
-    Raises JobNotFound, JobNotFinal, JobBeingExported.
-    """
+    that. Raises JobNotFound, JobNotFinal, JobBeingExported."""
     job = jobs.get(session, job_id, lock=True)
     if not is_final(job.state):
         raise JobNotFinal(job_id, JobState(job.state))

@@ -15,7 +15,6 @@ class JobNotFound(ServiceError):
     kind = ErrorKind("job_not_found", 404, "there is no such job")
 
     def __init__(self, job_id: str):
-        self.job_id = job_id
         super().__init__(f"there is no job {job_id[:100]!r}; `manta ps` lists the jobs")
 
 
@@ -25,7 +24,6 @@ class IllegalTransition(ServiceError):
     kind = ErrorKind("illegal_transition", 409, "the job's state does not allow it")
 
     def __init__(self, job_id: str, state: JobState, *, target: JobState | None = None, action: str | None = None):
-        self.job_id, self.state, self.target, self.action = job_id, state, target, action
         if action is not None:
             legal, advice = tuple(ACTIONS[action]), ADVICE.get((action, state))
             rule = f"; {action} works only while it is {legal[0]}" if len(legal) == 1 else ""
@@ -41,7 +39,6 @@ class JobNotFinal(ServiceError):
     kind = ErrorKind("job_not_final", 409, "the job is not over: cancel it first")
 
     def __init__(self, job_id: str, state: JobState):
-        self.job_id, self.state = job_id, state
         super().__init__(
             f"job {job_id} is {state}, and only a job that is over can be deleted: cancel it first "
             f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
@@ -54,7 +51,6 @@ class JobBeingDeleted(ServiceError):
     kind = ErrorKind("job_being_deleted", 409, "the job is being deleted")
 
     def __init__(self, job_id: str):
-        self.job_id = job_id
         super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
 
 
@@ -64,7 +60,6 @@ class JobBeingExported(ServiceError):
     kind = ErrorKind("job_being_exported", 409, "weights of the job are being exported")
 
     def __init__(self, job_id: str):
-        self.job_id = job_id
         super().__init__(f"a checkpoint of job {job_id} is being exported: delete the job once that is done")
 
 
@@ -74,7 +69,6 @@ class JobChanged(ServiceError):
     kind = ErrorKind("precondition_failed", 412, "the job has changed since the version that If-Match names")
 
     def __init__(self, job_id: str, version: str):
-        self.job_id, self.version = job_id, version
         super().__init__(
             f"job {job_id} has changed since it was read (its version is {version} now): read it again, "
             "and repeat the change if it still makes sense"
@@ -87,7 +81,6 @@ class TraceNotFound(ServiceError):
     kind = ErrorKind("trace_not_found", 404, "the job has no such trace, or nothing was recorded for it")
 
     def __init__(self, job_id: str):
-        self.job_id = job_id
         super().__init__(f"job {job_id} has no such trace, or not any more; `manta traces {job_id}` lists those it has")
 
 
@@ -103,7 +96,6 @@ class IdempotencyConflict(ServiceError):
     kind = ErrorKind("idempotency_conflict", 409, "the Idempotency-Key was used before with another body")
 
     def __init__(self, key: str, job_id: str):
-        self.key, self.job_id = key, job_id
         super().__init__(
             f"Idempotency-Key {key!r} was used before for job {job_id} with another body; use a new key for a new job"
         )
@@ -165,7 +157,6 @@ class ProjectNotFound(ServiceError):
     kind = ErrorKind("project_not_found", 404, "there is no such project")
 
     def __init__(self, name: str):
-        self.name = name
         super().__init__(f"there is no project {name[:100]!r}; `manta projects list` lists the projects")
 
 
@@ -175,7 +166,6 @@ class ProjectExists(ServiceError):
     kind = ErrorKind("project_exists", 409, "there is a project of this name already")
 
     def __init__(self, name: str):
-        self.name = name
         super().__init__(f"there is a project {name!r} already; choose another name")
 
 
@@ -185,7 +175,6 @@ class KeyNotFound(ServiceError):
     kind = ErrorKind("key_not_found", 404, "there is no such key")
 
     def __init__(self, key_id: str):
-        self.key_id = key_id
         super().__init__(f"there is no key {key_id[:100]!r}; `manta keys list` lists the keys")
 
 
@@ -203,7 +192,6 @@ class StoreUnusable(MantaError):
 
     def __init__(self, location: str, cause: Exception, advice: str | None = None):
         """`location`: without a password; `advice`: possible remedy."""
-        self.location = location
         why = " ".join(str(getattr(cause, "orig", None) or cause).split())
         super().__init__(f"cannot use the database {location}: {why}" + (f" ({advice})" if advice else ""))
 

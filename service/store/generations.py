@@ -50,12 +50,10 @@ def begin(
     resume_step: int = 0,
     data: dict[str, Any] | None = None,
 ) -> int:
-    """Open the job's next generation and return its number; from now on, reports of lower ones are refused.
-
-    Ends the last generation, if that is still open. The sequence numbers of reports start again from zero, since
-    earlier reports are fenced now and new agents number theirs from 1. The generation begins after the user's last
-    retry, even if that was recorded by another clock. Raises JobNotFound.
-    """
+    """Open the job's next generation and return its number; from now on, reports of lower ones are refused. Ends the
+    last generation, if that is still open. The sequence numbers of reports start again from zero, since earlier reports
+    are fenced now and new agents number theirs from 1. The generation begins after the user's last retry, even if that
+    was recorded by another clock. Raises JobNotFound."""
     job = jobs.get(session, job_id, lock=True)
     now = time.time()
     end(session, job_id, job.generation)
@@ -79,9 +77,7 @@ def begin(
 
 def mark_first_step(session: Session, job_id: str, generation: int, at: float | None = None) -> bool:
     """Record when a generation committed its first step (Unix seconds, default: now); only the first call counts.
-
-    Returns whether this was the first.
-    """
+    Returns whether this was the first."""
     row = session.get(Generation, (job_id, generation))
     if row is None or row.first_step_at is not None:
         return False

@@ -147,12 +147,10 @@ class Lease(Base):
 
 
 def ray_namespace(session: Session, ray_is_new: bool) -> str:
-    """The namespace in Ray of everything that belongs to this installation; it cannot see others.
-
-    A database of an earlier release keeps the namespace that all installations shared then, so that running jobs are
-    taken over, until Ray is a new one in which nothing can be running yet (`ray_is_new`). Raises NoResultFound if the
-    row is missing: with another id, running jobs would not be found.
-    """
+    """The namespace in Ray of everything that belongs to this installation; it cannot see others. A database of an
+    earlier release keeps the namespace that all installations shared then, so that running jobs are taken over, until
+    Ray is a new one in which nothing can be running yet (`ray_is_new`). Raises NoResultFound if the row is missing:
+    with another id, running jobs would not be found."""
     known_to_all = load_only(Installation.id, Installation.ray_namespace)  # the database may be of an earlier release
     installation = session.scalars(select(Installation).options(known_to_all)).one()
     own = f"manta-{installation.id}"

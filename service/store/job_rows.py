@@ -63,7 +63,7 @@ NOT_SHOWN = frozenset(
     }
 )
 FOLLOWS = frozenset({"spec"})
-"""Displayed columns that only change together with others, by `edits.edit`. They are as long as all the rest."""
+"""Displayed columns that only change together with others, by `jobs.edit`. They are as long as all the rest."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@ write run in `Store.write`."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -13,15 +15,15 @@ from sqlalchemy import JSON, Row, bindparam, delete, func, insert, select, type_
 from sqlalchemy.orm import Session, load_only, make_transient_to_detached
 
 from manta.service.cluster.sizes import SizeOutOfBounds, sizes_of
+from manta.service.identity import DEFAULT_PROJECT, digest_of
 from manta.service.ids import is_job_id, next_job_id
-from manta.service.keys.identity import DEFAULT_PROJECT, digest_of
 from manta.service.states import HELD, UNFINISHED, JobState, after_action, can, is_final
 from manta.service.store import events, step_traces
-from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobNotFound
+from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobChanged, JobNotFound, TooManyLabels
 from manta.service.store.tables import Job, JobLabel, StateChange
 from manta.service.store.types import Reader
 from manta.service.stored_specs import as_written, not_default, stored_spec
-from manta.workers.config import Accelerator, JobSpec, ParallelConfig
+from manta.workers.config import MAX_LABELS, Accelerator, JobSpec, ParallelConfig
 from manta.workers.system.threads import stored_threads
 
 # Built once: building these takes longer than running them.
@@ -64,11 +66,9 @@ def create(
     project: str = DEFAULT_PROJECT,
     owner: str | None = None,
 ) -> tuple[Job, bool]:
-    """Store a new QUEUED job of `project`, or find the one that the same request created before.
-
-    Returns the job and whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who
-    submits it. Raises IdempotencyConflict if `idempotency_key` was used in the project with another digest.
-    """
+    """Store a new QUEUED job of `project`, or find the one that the same request created before. Returns the job and
+    whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who submits it. Raises
+    IdempotencyConflict if `idempotency_key` was used in the project with another digest."""
     events.in_order(session)  # before the lookup: no other transaction takes the key or the id until this one ends
     earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
@@ -179,10 +179,8 @@ def count_by_state(session: Session, bound: str | None = None) -> dict[JobState,
 def transition(
     session: Session, job_id: str, to: JobState, reason: str | None = None, message: str | None = None
 ) -> Job:
-    """Move a job to state `to`, with its reason code and message, and append a `state_changed` event.
-
-    Raises JobNotFound, and IllegalTransition if the state machine has no such edge.
-    """
+    """Move a job to state `to`, with its reason code and message, and append a `state_changed` event. Raises
+    JobNotFound, and IllegalTransition if the state machine has no such edge."""
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
     if not can(state, to):
@@ -206,31 +204,29 @@ def transition(
     return job
 
 
-def request_cancel(session: Session, job_id: str) -> Job:
-    """The immediate effect of a user's cancel: a QUEUED job becomes CANCELLED, one with processes CANCELLING, and one
-    that is CANCELLING stays so.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
+def asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
+    """The job, locked, and the state that a user's `action` leads to. Raises JobNotFound, IllegalTransition."""
     job = get(session, job_id, lock=True)
     state = JobState(job.state)
-    target = after_action("cancel", state)
+    target = after_action(action, state)
     if target is None:
-        raise IllegalTransition(job_id, state, action="cancel")
-    if target == state:
+        raise IllegalTransition(job_id, state, action=action)
+    return job, target
+
+
+def request_cancel(session: Session, job_id: str) -> Job:
+    """The immediate effect of a user's cancel: a QUEUED job becomes CANCELLED, one with processes CANCELLING, and one
+    that is CANCELLING stays so. Raises JobNotFound, and IllegalTransition if the job's state does not allow it."""
+    job, target = asked(session, job_id, "cancel")
+    if target == job.state:
         return job
     return transition(session, job_id, target, "cancelled_by_user", "cancelled by the user")
 
 
 def request_resize(session: Session, job_id: str, replicas: int) -> Job:
-    """Record that the job should run with `replicas`; its supervisor does the rest when there is room.
-
-    Raises JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood.
-    """
-    job = get(session, job_id, lock=True)
-    state = JobState(job.state)
-    if after_action("resize", state) is None:
-        raise IllegalTransition(job_id, state, action="resize")
+    """Record that the job should run with `replicas`; its supervisor does the rest when there is room. Raises
+    JobNotFound, IllegalTransition if the job's state does not allow it, SizeOutOfBounds, SpecNotUnderstood."""
+    job, _ = asked(session, job_id, "resize")
     sizes = sizes_of(stored_spec(job).spec)
     if replicas not in sizes:
         raise SizeOutOfBounds(job_id, replicas, sizes)
@@ -247,10 +243,8 @@ def set_waiting(
     reason: str | None = None,
     message: str | None = None,
 ) -> Job:
-    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`.
-
-    A job that is no longer QUEUED is not changed. Raises JobNotFound.
-    """
+    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`. A job
+    that is no longer QUEUED is not changed. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     stored = (job.waiting_for, job.reason, job.message)
     if job.state == JobState.QUEUED and stored != (waiting_for, reason, message):
@@ -320,11 +314,8 @@ def queue_positions(reader: Reader, some: Collection[Job | Row[Any]]) -> dict[st
 
 def accept_report(session: Session, job_id: str, generation: int, rank: int, sequence: int) -> bool:
     """Whether a report is new: of the job's generation (fencing), and with a sequence number that was not stored
-    before.
-
-    Marks it as stored; the effects of the report belong into the same transaction, so that they happen exactly once.
-    Raises JobNotFound.
-    """
+    before. Marks it as stored; the effects of the report belong into the same transaction, so that they happen exactly
+    once. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     if generation < job.generation or sequence <= job.report_cursor.get(str(rank), 0):
         return False
@@ -374,3 +365,57 @@ def _inserted(session: Session, values: dict[str, Any]) -> Job:
     make_transient_to_detached(job)
     session.add(job)
     return job
+
+
+def labels_of(job: Job | Row[Any]) -> dict[str, str]:
+    """The labels of a job; none in a spec of a release without labels."""
+    return dict(job.spec.get("labels") or {})
+
+
+def version_of(job: Job | Row[Any]) -> str:
+    """Changes whenever something changes that `edit` can change; the progress of a job does not count."""
+    return hashlib.sha256(json.dumps([job.id, *_editable(job).values()], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def edit(
+    session: Session,
+    job_id: str,
+    name: str | None = None,
+    priority: int | None = None,
+    labels: Mapping[str, str | None] | None = None,
+    expected: Collection[str] | None = None,
+) -> Job:
+    """Change a job's name, priority or labels, in its spec too. None leaves a value as it is; labels that are not in
+    `labels` stay, and those with None are removed. `expected`: only if the job has one of these versions. Raises
+    JobNotFound, JobChanged, TooManyLabels."""
+    job = get(session, job_id, lock=True)
+    if expected is not None and version_of(job) not in expected:
+        raise JobChanged(job_id, version_of(job))
+    before = _editable(job)
+    wanted: dict[str, Any] = {"name": name, "priority": priority, "labels": _merged(before["labels"], labels or {})}
+    new = {key: value for key, value in wanted.items() if value is not None and value != before[key]}
+    if not new:
+        return job
+    job.name, job.priority = new.get("name", job.name), new.get("priority", job.priority)
+    if "labels" in new:
+        set_labels(session, job_id, new["labels"])
+    job.spec, job.updated_at = {**job.spec, **new}, time.time()
+    job.submitted = None if job.submitted is None else {**job.submitted, **new}
+    job.not_default = None if job.not_default is None else {**job.not_default, **new}
+    sentence = " and ".join(f"{key} from {before[key]!r} to {value!r}" for key, value in new.items())
+    data = {key: {"from": before[key], "to": value} for key, value in new.items()}
+    about: dict[str, Any] = {"generation": job.generation, "step": job.step}
+    events.append(session, job_id, "edited", f"the user changed {sentence}", data=data, **about)
+    return job
+
+
+def _editable(job: Job | Row[Any]) -> dict[str, Any]:
+    return {"name": job.name, "priority": job.priority, "labels": labels_of(job)}
+
+
+def _merged(labels: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """`labels` with `changes` (RFC 7396)."""
+    merged = {key: value for key, value in {**labels, **changes}.items() if value is not None}
+    if len(merged) > MAX_LABELS:
+        raise TooManyLabels(len(merged), MAX_LABELS)
+    return merged

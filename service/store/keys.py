@@ -9,8 +9,8 @@ import time
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session
 
+from manta.service.identity import DEFAULT_PROJECT, Identity, Scope
 from manta.service.ids import is_key_id, next_key_id
-from manta.service.keys.identity import DEFAULT_PROJECT, Identity, Scope
 from manta.service.store import projects
 from manta.service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid
 from manta.service.store.installation_tables import ApiKey, BrowserToken

@@ -7,7 +7,7 @@ from pathlib import Path
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError
 
-from manta.service.home.own_files import read_own
+from manta.service.own_files import read_own
 from manta.workers.errors import MantaError
 
 _POSTGRESQL = ("postgresql", "postgres", "postgresql+psycopg")

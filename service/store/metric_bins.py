@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, case, delete, func, insert, literal, select
+from sqlalchemy import ColumnElement, Row, case, delete, func, insert, literal, select
 from sqlalchemy.orm import Session
 
 from manta.service.store.tables import Generation, Job, Metric, MetricBin
@@ -85,12 +85,13 @@ def _members(job_id: str, segment: Segment) -> Any:
         return select(Metric.step, Metric.loss).where(
             Metric.job_id == job_id, Metric.step >= segment.begin, Metric.step < segment.end
         )
-    return select(MetricBin.step, MetricBin.loss).where(
-        MetricBin.job_id == job_id,
-        MetricBin.level == segment.level,
-        MetricBin.bin >= segment.begin,
-        MetricBin.bin < segment.end,
-    )
+    return select(MetricBin.step, MetricBin.loss).where(*_bins(job_id, segment))
+
+
+def _bins(job_id: str, segment: Segment) -> tuple[ColumnElement[bool], ...]:
+    """Conditions for the bins of a segment."""
+    of_level = (MetricBin.job_id == job_id, MetricBin.level == segment.level)
+    return (*of_level, MetricBin.bin >= segment.begin, MetricBin.bin < segment.end)
 
 
 def update(session: Session, job: Job, changed: Iterable[int]) -> None:
@@ -148,14 +149,7 @@ def _runs(steps: Iterable[int], binned_until: int) -> Iterator[tuple[int, int, i
 def _make(session: Session, job_id: str, segment: Segment) -> None:
     """Make some bins from those of the level below."""
     wide = width(segment.level)
-    session.execute(
-        delete(MetricBin).where(
-            MetricBin.job_id == job_id,
-            MetricBin.level == segment.level,
-            MetricBin.bin >= segment.begin,
-            MetricBin.bin < segment.end,
-        )
-    )
+    session.execute(delete(MetricBin).where(*_bins(job_id, segment)))
     below = _segment(segment.level - 1, segment.begin * wide, segment.end * wide)
     members = _members(job_id, below).subquery()
     number = members.c.step // wide

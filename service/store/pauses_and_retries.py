@@ -8,9 +8,9 @@ from collections.abc import Collection
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from manta.service.states import FINAL, JobState, after_action, is_final
+from manta.service.states import FINAL, JobState, is_final
 from manta.service.store import generations, jobs
-from manta.service.store.errors import IllegalTransition, JobBeingDeleted
+from manta.service.store.errors import JobBeingDeleted
 from manta.service.store.tables import Job
 
 RESUMED = "resumed"
@@ -19,11 +19,8 @@ RESUMED = "resumed"
 
 def request_pause(session: Session, job_id: str) -> Job:
     """The immediate effect of a user's pause: a QUEUED job becomes PAUSED, one that may hold places PAUSING, and one
-    that is either stays so.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
-    job, target = _asked(session, job_id, "pause")
+    that is either stays so. Raises JobNotFound, and IllegalTransition if the job's state does not allow it."""
+    job, target = jobs.asked(session, job_id, "pause")
     if target == job.state:
         return job
     message = "paused by the user"
@@ -33,34 +30,20 @@ def request_pause(session: Session, job_id: str) -> Job:
 
 
 def request_resume(session: Session, job_id: str) -> Job:
-    """Resume a PAUSED job from its newest state: it is QUEUED again.
-
-    Raises JobNotFound, and IllegalTransition if the job's state does not allow it.
-    """
-    job, target = _asked(session, job_id, "resume")
+    """Resume a PAUSED job from its newest state: it is QUEUED again. Raises JobNotFound, and IllegalTransition if the
+    job's state does not allow it."""
+    job, target = jobs.asked(session, job_id, "resume")
     # It was about to be PAUSED. Clocks may differ, so they cannot say whether what follows is the resumption.
     generations.clear_outcome(session, job_id, job.generation, **{RESUMED: True})
     return jobs.transition(session, job_id, target, "resumed_by_user", "resumed by the user")
 
 
-def _asked(session: Session, job_id: str, action: str) -> tuple[Job, JobState]:
-    """The job, locked, and the state that the action leads to."""
-    job = jobs.get(session, job_id, lock=True)
-    if action == "retry" and job.deletion_began_at is not None:
-        raise JobBeingDeleted(job_id)
-    state = JobState(job.state)
-    target = after_action(action, state)
-    if target is None:
-        raise IllegalTransition(job_id, state, action=action)
-    return job, target
-
-
 def request_retry(session: Session, job_id: str) -> Job:
-    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count.
-
-    Raises JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it.
-    """
-    job, target = _asked(session, job_id, "retry")
+    """Retry a FAILED job from where it failed: it is QUEUED again, and its earlier failures no longer count. Raises
+    JobNotFound, JobBeingDeleted, and IllegalTransition if the job's state does not allow it."""
+    if jobs.get(session, job_id, lock=True).deletion_began_at is not None:
+        raise JobBeingDeleted(job_id)
+    job, target = jobs.asked(session, job_id, "retry")
     generations.clear_outcome(session, job_id, job.generation)
     message = f"tried again by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)

@@ -15,13 +15,13 @@ import psycopg
 from sqlalchemy import URL, Connection, Engine, ExceptionContext, RootTransaction, create_engine, event
 from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQLAlchemyError
 
-from manta.service.backoff import backoff
 from manta.service.store.errors import OutcomeUnknown, StoreUnusable
 from manta.service.store.location import shown
-from manta.service.store.locks import MIGRATION_LOCK
+from manta.service.tasks import backoff
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 OLDEST_SERVER = 14
 USUAL_NAME = "manta"
@@ -67,6 +67,16 @@ _ADVICE = (
     ("timeout expired", "nothing answers at that address"),
     ("permission denied for schema", "let the user own the database: ALTER DATABASE ... OWNER TO ..."),
 )
+_MANTA = 0x6D616E7461 << 8
+"""Five letters, so that other users of the database are unlikely to use the same number."""
+
+MIGRATION_LOCK = _MANTA + 1
+"""Held while the schema is migrated."""
+EVENTS_LOCK = _MANTA + 2
+"""Held, until the end of the transaction, while events are appended: their ids are committed in order."""
+MEMBERS_LOCK = _MANTA + 3
+"""Held, until the end of the transaction, while a control plane is added or removed, and shared while a lease is
+taken."""
 
 
 class PostgresDatabase:
@@ -257,11 +267,9 @@ def _driver(connection: Connection) -> _BoundedConnection:
 
 
 class _BoundedConnection(psycopg.Connection[Any]):
-    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone.
-
-    The server's own limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still
-    acknowledges everything.
-    """
+    """psycopg's connection; a server that does not answer within `answer_seconds` counts as gone. The server's own
+    limits (`statement_timeout`) do not help if it stands still, and neither do TCP's: its kernel still acknowledges
+    everything."""
 
     answer_seconds: float | None = None
     """None: no limit."""

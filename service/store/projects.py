@@ -9,7 +9,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from manta.service.keys.identity import PROJECT_PATTERN
+from manta.service.identity import PROJECT_PATTERN
 from manta.service.store.errors import InvalidCursor, ProjectExists, ProjectNotFound
 from manta.service.store.installation_tables import Project
 from manta.service.store.paging import Cursors, Page

@@ -25,11 +25,8 @@ MAX_NUMBERS = 250_000
 
 
 def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Replace all of the job's ranks with `rows`.
-
-    Each row holds `rank, tensor, pipeline, data, generation, state` and optionally `context, node, device, pid, actor`.
-    Raises TypeError for an unknown column.
-    """
+    """Replace all of the job's ranks with `rows`. Each row holds `rank, tensor, pipeline, data, generation, state` and
+    optionally `context, node, device, pid, actor`. Raises TypeError for an unknown column."""
     session.execute(delete(Rank).where(Rank.job_id == job_id))
     session.add_all(Rank(job_id=job_id, **row) for row in rows)
     session.flush()
@@ -37,9 +34,7 @@ def replace(session: Session, job_id: str, rows: Iterable[dict[str, Any]]) -> No
 
 def set_state(session: Session, job_id: str, generation: int, rank: int, state: str, *, pid: int | None = None) -> bool:
     """Record what a rank is doing, and its trainer's process id if `pid` is given; one that has exited has none.
-
-    Returns False, without any change, if the job is in a higher generation or has no such rank. Raises JobNotFound.
-    """
+    Returns False, without any change, if the job is in a higher generation or has no such rank. Raises JobNotFound."""
     row = session.get(Rank, (job_id, rank))
     if row is None or generation < max(row.generation, jobs.get(session, job_id).generation):
         return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -12,52 +11,26 @@ from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store.paging import Cursors, Page
 from manta.service.store.tables import Recovery
 
-_TIMES = ("failed_at", "noticed_at", "rested_at", "launched_at", "connected_at", "restored_at", "first_step_at")
 
-
-@dataclass(frozen=True)
-class RecoveryStart:
-    """What is known about a recovery when the generation that it leads to begins."""
-
-    kind: str
-    """Kind of the culprit's failure."""
-    rank: int
-    """The culprit."""
-    cause: str
-    """What happened to it, in one sentence."""
-    timeline: RecoveryTimeline
-    """Times of the recovery so far."""
-    node: str | None = None
-    """Node that the culprit ran on."""
-    forked: Sequence[int] = field(default_factory=tuple)
-    """Ranks that get a new process."""
-    kept: int = 0
-    """Number of ranks that keep theirs."""
-    source: str = "start"
-    """Where the state comes from."""
-    resume_step: int = 0
-    """Committed step that it belongs to."""
-    wait_seconds: float = 0.0
-    """Seconds that it was held back."""
-
-
-def begin(session: Session, job_id: str, generation: int, known: RecoveryStart) -> None:
-    """Record that `generation` starts to recover from a failure; within the transaction that starts it."""
-    row = Recovery(
-        job_id=job_id,
-        generation=generation,
-        kind=known.kind,
-        rank=known.rank,
-        cause=known.cause,
-        node=known.node,
-        forked=list(known.forked),
-        kept=known.kept,
-        source=known.source,
-        resume_step=known.resume_step,
-        wait_seconds=known.wait_seconds,
-        **known.timeline.to_json(),
-    )
-    session.add(row)
+def begin(
+    session: Session,
+    job_id: str,
+    generation: int,
+    timeline: RecoveryTimeline,
+    *,
+    kind: str,
+    rank: int,
+    cause: str,
+    node: str | None = None,
+    source: str = "start",
+    resume_step: int = 0,
+    wait_seconds: float = 0.0,
+) -> None:
+    """Record that `generation` starts to recover from a failure; within the transaction that starts it. `timeline`: so
+    far; the others are columns of the row."""
+    culprit = {"kind": kind, "rank": rank, "cause": cause, "node": node}
+    state = {"source": source, "resume_step": resume_step, "wait_seconds": wait_seconds}
+    session.add(Recovery(job_id=job_id, generation=generation, **culprit, **state, **timeline.to_json()))
     session.flush()
 
 
@@ -106,4 +79,4 @@ def page(session: Session, job_id: str, limit: int = 100, cursor: str | None = N
 
 def timeline(row: Recovery) -> RecoveryTimeline:
     """The times of a recovery."""
-    return RecoveryTimeline.from_times({name: getattr(row, name) for name in _TIMES})
+    return RecoveryTimeline(**{name: getattr(row, name) for name in RecoveryTimeline.__dataclass_fields__})

@@ -14,10 +14,14 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Index, LargeBinary, String, delete, func, select
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from manta.service.store import events
-from manta.service.store.errors import TraceNotFound
-from manta.service.store.tables import Base
+from manta.service.cluster.sizes import layout_in_use
+from manta.service.states import is_final
+from manta.service.store import events, jobs, ranks
+from manta.service.store.errors import TraceNotFound, TraceNotPossible
+from manta.service.store.tables import Base, Job
 from manta.service.store.types import AnyText, Document, Real
+from manta.service.stored_specs import stored_spec
+from manta.service.words import no_such_rank
 from manta.workers.config import ParallelConfig
 from manta.workers.protocol.json_codec import from_json, to_json
 from manta.workers.timing.recording import INTERRUPTED, PackedRecording
@@ -28,6 +32,12 @@ REQUESTED, RECORDING, COMPLETE, PARTIAL, FAILED = "requested", "recording", "com
 """States of a trace."""
 UNFINISHED = (REQUESTED, RECORDING)
 _ID = re.compile(r"trace_([1-9][0-9]{0,8})")
+MAX_TRACES = 10
+"""Most traces kept per job: the next one replaces the oldest."""
+MAX_WAITING = 5
+"""Most unfinished traces of a job."""
+MAX_RANK_STEPS = 4096
+"""Most steps of one trace times ranks of the job."""
 
 
 class StepTrace(Base):
@@ -234,3 +244,82 @@ def delete_one(session: Session, job_id: str, number: int) -> None:
     """Delete a trace and all its recordings."""
     for table in (StepTracePart, StepTrace):
         session.execute(delete(table).where(table.job_id == job_id, table.number == number))
+
+
+def request(
+    session: Session, job_id: str, steps: int, first_step: int = 0, profiler_ranks: Sequence[int] = ()
+) -> StepTrace:
+    """Request a trace of `steps` steps, none of them before `first_step`. Raises JobNotFound, TraceNotPossible,
+    SpecNotUnderstood."""
+    job = jobs.get(session, job_id, lock=True)
+    known = of_job(session, job_id)
+    _refuse_impossible(job, steps, first_step, profiler_ranks, [row for row in known if row.state in UNFINISHED])
+    over = [row for row in known if row.state not in UNFINISHED]
+    for row in over[: max(0, len(known) + 1 - MAX_TRACES)]:
+        delete_one(session, job_id, row.number)
+    number = max((row.number for row in known), default=0) + 1
+    made = StepTrace(
+        job_id=job_id,
+        number=number,
+        state=REQUESTED,
+        steps=steps,
+        wanted_step=first_step,
+        profiler_ranks=list(profiler_ranks),
+        slices=0,
+        requested_at=time.time(),
+    )
+    session.add(made)
+    session.flush()
+    return made
+
+
+def _refuse_impossible(
+    job: Job, steps: int, first_step: int, profiler_ranks: Sequence[int], unfinished: Sequence[StepTrace]
+) -> None:
+    world = _layout(job).world_size
+    if is_final(job.state):
+        raise TraceNotPossible(f"job {job.id} is {job.state}: only a job that still trains can be traced")
+    if first_step > job.steps or job.step >= job.steps:
+        raise TraceNotPossible(f"job {job.id} ends with step {job.steps}, and has committed {job.step}")
+    if steps * world > MAX_RANK_STEPS:
+        most = MAX_RANK_STEPS // world
+        advice = f"trace {most} at most" if most else "such a job cannot be traced"
+        raise TraceNotPossible(f"{steps} steps of {world} ranks are too many for one trace: {advice}")
+    if len(unfinished) >= MAX_WAITING:
+        raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are unfinished: wait for one of them")
+    if foreign := [rank for rank in profiler_ranks if rank >= world]:
+        raise TraceNotPossible(no_such_rank(f"job {job.id}", foreign[0], world))
+
+
+def _layout(job: Job) -> ParallelConfig:
+    """The layout that the job runs in."""
+    return layout_in_use(stored_spec(job).spec.layout, job)
+
+
+def record_beginning(session: Session, job_id: str, number: int, generation: int, first_step: int) -> None:
+    """Ranks of `generation` record from `first_step` on, or have done so; only the first call has an effect. Raises
+    JobNotFound."""
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if row is not None and row.state == REQUESTED:
+        nodes = [each.node for each in ranks.of_job(session, job_id)]
+        begin(session, row, generation, first_step, _layout(jobs.get(session, job_id)), nodes)
+
+
+def record_profiled(
+    session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, profile: bytes
+) -> None:
+    """The profile of `rank` by torch's profiler; ignored if empty. Raises JobNotFound."""
+    record_beginning(session, job_id, number, generation, first_step)
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if profile and row is not None and row.state == RECORDING and row.generation == generation:
+        part_of(session, row, rank).profile = profile
+
+
+def record_recorded(
+    session: Session, job_id: str, number: int, generation: int, first_step: int, rank: int, recording: PackedRecording
+) -> None:
+    """The recording of `rank` of `generation` from `first_step` on. Raises JobNotFound."""
+    record_beginning(session, job_id, number, generation, first_step)
+    row = session.get(StepTrace, (job_id, number), with_for_update=True)
+    if row is not None and row.state == RECORDING and row.generation == generation:
+        add(session, row, rank, recording)

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import BigInteger, ForeignKey, Index, MetaData, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from manta.service.keys.identity import DEFAULT_PROJECT
+from manta.service.identity import DEFAULT_PROJECT
 from manta.service.store.types import AnyText, BigKey, Document, Numbers, Real, ShortText
 
 METRIC_NAMES = (

@@ -34,11 +34,9 @@ class _PlainDouble(Double[float]):
 
 
 class Real(TypeDecorator[float]):
-    """A double that keeps NaN. SQLite turns a NaN into NULL, so there it is kept as the text 'nan'.
-
-    Infinities are kept by all databases. NaN sorts above all numbers, on SQLite (text comes after numbers) as
-    on PostgreSQL (by definition).
-    """
+    """A double that keeps NaN. SQLite turns a NaN into NULL, so there it is kept as the text 'nan'. Infinities are kept
+    by all databases. NaN sorts above all numbers, on SQLite (text comes after numbers) as on PostgreSQL (by
+    definition)."""
 
     impl = _PlainDouble
     cache_ok = True

@@ -47,7 +47,7 @@ class SpanSender:
     def send(self, spans: Sequence[Span]) -> None:
         """Queue these spans for sending; they are dropped if too many already wait."""
         if self._handed_in - self._exporter.taken + len(spans) > MAX_WAITING:
-            self._lost(_encoded_size(spans))
+            self._lost(sum(span.parent_id is None for span in spans))
             return
         self._handed_in += len(spans)
         for span in spans:
@@ -127,10 +127,6 @@ class _ThrottleFilter(logging.Filter):
             return False
         self._logged_at[record.msg] = now
         return True
-
-
-def _encoded_size(spans: Sequence[Span]) -> int:
-    return sum(span.parent_id is None for span in spans)
 
 
 def _nanoseconds(at: float) -> int:

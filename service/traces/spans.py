@@ -80,26 +80,19 @@ def spans_of(history: JobHistory, generation: int) -> list[Span]:
     return [*start_spans(history, committed), *recovery_spans(history, committed)]
 
 
-@dataclass(frozen=True)
-class _QueueVisit:
-    """Unix seconds."""
-
-    queued_at: float
-    left_at: float
-
-
 def start_spans(history: JobHistory, committed: Generation) -> list[Span]:
     """The spans of the start that completed with the first step of the generation `committed`; none if its job did not
     leave the queue since the previous step."""
-    turn = _last_queue_visit(history, committed.started_at)
-    if turn is None or committed.first_step_at is None:
+    visit = _last_queue_visit(history, committed.started_at)
+    if visit is None or committed.first_step_at is None:
         return []
-    since = [generation for generation in history.generations if generation.started_at >= turn.queued_at]
+    queued_at, left_at = visit
+    since = [generation for generation in history.generations if generation.started_at >= queued_at]
     if next(each for each in since if each.first_step_at is not None) != committed:
         return []
-    placed = next(each for each in since if each.started_at >= turn.left_at)
-    ends = (turn.left_at, placed.started_at, committed.trained_from, committed.first_step_at)
-    phases = dict(zip(START_PHASES, intervals(turn.queued_at, ends), strict=True))
+    placed = next(each for each in since if each.started_at >= left_at)
+    ends = (left_at, placed.started_at, committed.trained_from, committed.first_step_at)
+    phases = dict(zip(START_PHASES, intervals(queued_at, ends), strict=True))
     attributes: dict[str, Value] = {
         "manta.cause": committed.cause,
         "manta.resume_source": committed.resume_source,
@@ -109,9 +102,9 @@ def start_spans(history: JobHistory, committed: Generation) -> list[Span]:
     return _with_phases(history, committed.generation, START, committed.first_step_at, phases, attributes)
 
 
-def _last_queue_visit(history: JobHistory, until: float) -> _QueueVisit | None:
-    """When the job last entered the queue before `until`, and left it. A job that goes back because it could not be
-    placed has waited all the time."""
+def _last_queue_visit(history: JobHistory, until: float) -> tuple[float, float] | None:
+    """When the job last entered the queue before `until`, and left it, in Unix seconds. A job that goes back because it
+    could not be placed has waited all the time."""
     queued_at = left_at = None
     before = None
     for entry in history.states:
@@ -122,7 +115,7 @@ def _last_queue_visit(history: JobHistory, until: float) -> _QueueVisit | None:
         elif entry.state == JobState.STARTING:
             left_at = entry.time
         before = entry.state
-    return None if queued_at is None or left_at is None else _QueueVisit(queued_at, left_at)
+    return None if queued_at is None or left_at is None else (queued_at, left_at)
 
 
 def _layout(history: JobHistory, committed: Generation) -> dict[str, Value]:

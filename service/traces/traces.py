@@ -110,7 +110,7 @@ class Traces:
 
 
 def _history_of(session: Session, job_id: str) -> JobHistory:
-    """The history of a job so far. Raises JobNotFound."""
+    """The history of a job so far."""
     job = jobs.get(session, job_id)
     return JobHistory(
         job,

@@ -19,16 +19,16 @@ from manta.api.app_state import state_of
 from manta.api.security import auditing
 from manta.api.serving.connections import MAX_CONNECTIONS, HttpServer, limited_to
 from manta.service.cluster.errors import NodeNotFound
+from manta.service.control.cluster_view import Measurements
+from manta.service.control.exports import Exports
 from manta.service.control.faults import FaultsNotAllowed, refuse_impossible
+from manta.service.control.file_work import FileWork
 from manta.service.control.options import ModelPackages
+from manta.service.control.removal import Deletion, delete_checkpoint, delete_job
 from manta.service.control.running_ranks import ObservedWaits, RankNotFound, RankStack
-from manta.service.exports import Exports
-from manta.service.file_work import FileWork
 from manta.service.job.inbox import JobRequest
 from manta.service.logs.pages import LogsInHome
-from manta.service.monitoring.cluster_view import Measurements
 from manta.service.recovery.waits import WaitingRank, Waits
-from manta.service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from manta.service.settings import RequestLimits
 from manta.service.states import JobState
 from manta.service.store import Checkpoint, Store, generations, jobs, metrics

@@ -14,11 +14,11 @@ from starlette.datastructures import URL
 from manta.api.app import create_app
 from manta.api.security import access
 from manta.api.security.permissions import is_anonymous, shown
-from manta.service.keys.identity import Identity, Scope, digest_of, new_browser_token, new_key
+from manta.service.identity import Identity, Scope, digest_of, new_browser_token, new_key
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import planned
-from manta.service.store import checkpoints, events, exports, generations, jobs, keys, plans, trace_requests
+from manta.service.store import checkpoints, events, exports, generations, jobs, keys, plans, step_traces
 from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Base
 from manta.workers.checkpoint.catalog import checkpoint_path
@@ -95,10 +95,10 @@ class Theirs:
         recording = Recording((TracedStep(5, 0.0, 1.0),), ()).pack()
         for write in (
             lambda session: generations.begin(session, self.job, "test", False),
-            lambda session: trace_requests.request(session, self.job, 1),
-            lambda session: trace_requests.record_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
+            lambda session: step_traces.request(session, self.job, 1),
+            lambda session: step_traces.record_profiled(session, self.job, 1, 1, 5, 0, b"a profile"),
             *(
-                lambda session, rank=rank: trace_requests.record_recorded(session, self.job, 1, 1, 5, rank, recording)
+                lambda session, rank=rank: step_traces.record_recorded(session, self.job, 1, 1, 5, rank, recording)
                 for rank in range(4)
             ),
         ):

@@ -22,7 +22,7 @@ from manta.api.caches import (
 )
 from manta.api.routes import metrics as route
 from manta.service.states import JobState
-from manta.service.store import Store, edits, generations, jobs, metric_bins, metrics, tables
+from manta.service.store import Store, generations, jobs, metric_bins, metrics, tables
 from manta.service.store.errors import InvalidCursor, JobNotFound
 from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter
 from manta.service.store.paging import Page
@@ -150,7 +150,7 @@ def test_finished_job_is_rendered_once_until_its_row_changes(
     clock.now += 1000 * FRESH_SECONDS
     rendered.one(store, job_id)
     assert put_together == [job_id] * times
-    store.write(lambda session: edits.edit(session, job_id, name="new"))
+    store.write(lambda session: jobs.edit(session, job_id, name="new"))
     assert json.loads(rendered.one(store, job_id).body)["name"] == "new"
 
 
@@ -163,7 +163,7 @@ def test_changed_job_is_rendered_at_once_and_the_others_are_not(store, submit, r
     assert states == ["QUEUED", "STARTING", "QUEUED"]
     assert put_together[3:] == [ids[1]]
     before = rendered.one(store, ids[0]).etag
-    store.write(lambda session: edits.edit(session, ids[0], name="new"))
+    store.write(lambda session: jobs.edit(session, ids[0], name="new"))
     after = rendered.one(store, ids[0])
     assert (json.loads(after.body)["name"], json.loads(after.body)["spec"]["name"]) == ("new", "new")
     assert after.etag != before
@@ -274,7 +274,7 @@ def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit_id, ov
     def act(session):
         job = jobs.get(session, ids[1])
         if change == "edited":
-            edits.edit(session, ids[0], name="new")
+            jobs.edit(session, ids[0], name="new")
         elif change == "moved on":
             jobs.transition(session, ids[1], JobState.STARTING)
         elif change == "ended":

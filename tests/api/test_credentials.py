@@ -10,7 +10,7 @@ from starlette.requests import Request
 from manta.api.app_state import attach_state
 from manta.api.security import access, credentials
 from manta.api.security.credentials import CACHE_SECONDS, Credential, Identities, cookie_name, credential_in
-from manta.service.keys.identity import Identity, Scope, digest_of
+from manta.service.identity import Identity, Scope, digest_of
 from manta.service.store import keys
 from tests.api.support.keys import add_key
 

@@ -17,7 +17,7 @@ from manta.api.serving.local_service import (
     ssl_verification,
 )
 from manta.service.cluster.ray_head import RayHead
-from manta.service.home.own_files import HomeUnusable, OwnFileUnusable
+from manta.service.own_files import HomeUnusable, OwnFileUnusable
 from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings
 from manta.service.store.location import RECORD, recorded_location
 from manta.workers.paths import Paths

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from manta.api.metrics import jobs
 from manta.api.metrics.control_plane import RequestTimer
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.monitoring.cluster_view import Measurements, NodeMeasurements
+from manta.service.control.cluster_view import Measurements, NodeMeasurements
 from manta.service.store import events, job_numbers
 from manta.service.store.job_numbers import Saved
 from manta.workers.protocol.messages import GpuReading

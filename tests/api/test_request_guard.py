@@ -17,7 +17,7 @@ from manta.api.rest_version import HEADER, REST
 from manta.api.security import credentials, request_guard
 from manta.api.security.credentials import cookie_name
 from manta.api.security.request_guard import MAX_BODY_BYTES, OwnAddresses, RequestGuard, refusal
-from manta.service.keys.identity import digest_of
+from manta.service.identity import digest_of
 from manta.service.store import keys
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import add_key, bearer

@@ -10,7 +10,6 @@ from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import planned
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, exports, generations, jobs, plans, ranks, recoveries
-from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Generation
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.liveness.rank_samples import RankSample, packed
@@ -370,8 +369,9 @@ def fail_once(service, job_id):
         generations.begin(session, job_id, "submitted", False)
         number = generations.begin(session, job_id, "rank 3 was killed", True)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = RecoveryStart("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 40)
-        recoveries.begin(session, job_id, number, known)
+        known = {"kind": "killed", "rank": 3, "cause": "rank 3 was killed", "node": "n1"}
+        recoveries.begin(session, job_id, number, timeline, **known, source="snapshot", resume_step=40)
+        recoveries.record_replaced(session, job_id, number, (3,), 7)
 
     service.store.write(operation)
 
@@ -401,8 +401,8 @@ def test_resource_lists_are_paged_by_the_requested_limit(service, resource, numb
     def prepare(session):
         for step in (10, 20, 30):
             begun = generations.begin(session, job["id"], "rank 3 was killed", True)
-            known = RecoveryStart("killed", 3, "rank 3 was killed", RecoveryTimeline(101.0))
-            recoveries.begin(session, job["id"], begun, known)
+            known = {"kind": "killed", "rank": 3, "cause": "rank 3 was killed"}
+            recoveries.begin(session, job["id"], begun, RecoveryTimeline(101.0), **known)
             checkpoints.begin(session, job["id"], begun, step, f"/somewhere/{step}")
 
     service.store.write(prepare)

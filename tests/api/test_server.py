@@ -26,8 +26,8 @@ from manta.api.client import Client
 from manta.api.serving.local_service import announce, running_service, service_process
 from manta.service.cluster.existing_ray import ExistingRay
 from manta.service.control.control_plane import ControlPlane
-from manta.service.home.own_files import HomeUnusable
-from manta.service.keys.identity import Scope
+from manta.service.identity import Scope
+from manta.service.own_files import HomeUnusable
 from manta.service.settings import RequestLimits, Settings, Tls
 from manta.service.store import Store, deletion, jobs, keys
 from manta.service.store.location import url_in

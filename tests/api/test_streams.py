@@ -15,7 +15,7 @@ from sqlalchemy.exc import OperationalError
 from manta.api import streams
 from manta.api.client import Client
 from manta.api.streams import POLL_SECONDS, Changes, StateWaits, StoredVersions, Watched
-from manta.service.keys.identity import digest_of
+from manta.service.identity import digest_of
 from manta.service.logs.pages import LogsInHome, log_folder
 from manta.service.states import JobState
 from manta.service.store import Store, deletion, events, jobs

@@ -12,7 +12,7 @@ from benchmarks.support.timeline import PassTimes
 from manta.api.cli.main import command_line
 from manta.api.client import Client
 from manta.api.routes.traces import planner_cluster
-from manta.service.store import generations, jobs, metrics, ranks, trace_requests
+from manta.service.store import generations, jobs, metrics, ranks, step_traces
 from manta.workers.config import ParallelConfig
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
@@ -46,7 +46,7 @@ def record(service, job, number=1, of=(0, 1), timeline=TIMELINE):
     for rank in of:
         packed = recordings[rank].pack()
         service.store.write(
-            lambda s, rank=rank, packed=packed: trace_requests.record_recorded(s, job, number, 1, STEP, rank, packed)
+            lambda s, rank=rank, packed=packed: step_traces.record_recorded(s, job, number, 1, STEP, rank, packed)
         )
 
 
@@ -247,7 +247,7 @@ def test_trace_command_writes_profiles_beside_the_trace(service, job, tmp_path, 
     follow = Client.follow_events
 
     def recorded_meanwhile(self, job_id):
-        service.store.write(lambda s: trace_requests.record_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
+        service.store.write(lambda s: step_traces.record_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
         record(service, job)
         return follow(self, job_id)
 

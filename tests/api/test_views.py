@@ -8,7 +8,7 @@ import pytest
 from manta.api import schemas, views
 from manta.api.schemas import access as access_schemas
 from manta.service.cluster.sizes import layout_in_use
-from manta.service.keys.identity import Identity, Scope
+from manta.service.identity import Identity, Scope
 from manta.service.ledger import Ledger
 from manta.service.logs.pages import LogLine
 from manta.service.states import JobState

@@ -10,7 +10,7 @@ import tomllib
 import pytest
 import yaml
 
-from manta.service.keys.identity import may_be_key
+from manta.service.identity import may_be_key
 from manta.service.settings import DEFAULT_PORT
 from tests.deploy import compose_file
 from tests.deploy.commands import check_command

@@ -16,7 +16,7 @@ from benchmarks.support import own_processes
 from manta.api.cli.service import start_service, stop_service
 from manta.api.client import ApiError, Client, ServiceUnreachable
 from manta.api.serving.local_service import running_service
-from manta.service.home.own_files import read_key
+from manta.service.own_files import read_key
 from manta.service.settings import Settings
 from manta.service.states import is_final
 from manta.workers.liveness.progress import progress_path

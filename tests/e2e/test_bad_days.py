@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from manta.api.cli.service import stop_service
-from manta.service.home.own_files import HomeUnusable
+from manta.service.own_files import HomeUnusable
 from manta.workers.snapshot.files import stored_steps
 from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, STEPS, Manta
 from tests.e2e.small_file_system import read_only, skip_unless_mounted

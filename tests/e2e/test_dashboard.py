@@ -8,7 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from manta.service.home.own_files import read_key
+from manta.service.own_files import read_key
 from tests.api.ui.browser import ARGUMENTS, CHROMIUM, MILLISECONDS, Complaints, needs_chromium
 
 SLOW_SECONDS = 0.25

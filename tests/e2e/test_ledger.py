@@ -5,7 +5,7 @@ import pytest
 from tests.e2e.manta import EVERY_STEP, PAIR
 
 DEATHS = 8
-"""Before the last of them it would wait for half a minute; see `service/recovery/budgets.py`."""
+"""Before the last of them it would wait for half a minute; see `service/recovery/decisions.py`."""
 
 
 def test_clean_job_is_accounted_for_to_the_thousandth(manta, clean_pair):

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from s3_server import environment_of
 
-from manta.service.doctor.packages import DISTRIBUTION
+from manta.service.doctor import DISTRIBUTION
 from tests.e2e.cluster_apart import ApartCluster, ApartService
 from tests.e2e.forwarder import Forwarder
 from tests.e2e.manta import EVERY_STEP

@@ -5,9 +5,9 @@ import threading
 import pytest
 from s3_fixtures import bucket, s3_server  # noqa: F401 - fixtures
 
-from manta.service.file_work import FileWork
-from manta.service.removal import deletion
-from manta.service.removal.deletion import (
+from manta.service.control import removal
+from manta.service.control.file_work import FileWork
+from manta.service.control.removal import (
     CheckpointNeeded,
     CheckpointNotRemoved,
     CheckpointStillRemoving,
@@ -131,7 +131,7 @@ def test_checkpoint_outside_the_jobs_folder_is_not_deleted(store, paths, job, tm
 
 
 def test_checkpoint_that_cannot_be_removed_stays_listed(store, paths, job, monkeypatch):
-    monkeypatch.setattr(deletion, "remove", lambda place: False)
+    monkeypatch.setattr(removal, "remove", lambda place: False)
     with pytest.raises(CheckpointNotRemoved, match="delete it again"):
         delete_checkpoint(store, paths, job, id_of(job, 5))
     assert store.query(checkpoints.get, job, id_of(job, 5)).state == "complete"
@@ -159,13 +159,13 @@ def test_checkpoint_in_an_object_store_is_deleted(store, job, tmp_path, bucket):
 
 def test_checkpoint_deletion_on_a_hanging_store_times_out_and_continues(store, paths, job, monkeypatch):
     answers, work, about = threading.Event(), FileWork(), (store, paths, job, id_of(job, 5), False)
-    monkeypatch.setattr(deletion, "remove", lambda place: answers.wait(20) and remove(place))
-    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
+    monkeypatch.setattr(removal, "remove", lambda place: answers.wait(20) and remove(place))
+    monkeypatch.setattr(removal, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(
         CheckpointStillRemoving, match=r"is not removed yet .* 0.01 s\); the work continues in the background"
     ):
         delete_checkpoint_in_time(*about, work)
-    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
+    monkeypatch.setattr(removal, "REMOVAL_SECONDS", 20.0)
     answers.set()
     assert delete_checkpoint_in_time(*about, work).state == checkpoints.DELETED
     assert len(deletions(store, job)) == 1 and not folder(paths, job, 5).exists()

@@ -12,12 +12,11 @@ from sqlalchemy import text
 from manta.service.cluster import node_maintenance
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.ray_head import RayHead, RayUnavailable
-from manta.service.control import control_plane, housekeeping, owners, scheduler
+from manta.service.control import control_plane, home_of_jobs, housekeeping, owners, scheduler
 from manta.service.control.control_plane import ControlPlane
+from manta.service.control.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.control.options import ControlPlaneOptions
 from manta.service.control.takeover import CannotTakeOver
-from manta.service.home import home_of_jobs
-from manta.service.home.home_of_jobs import HomeOfJobs, JobsElsewhere
 from manta.service.job.inbox import Cancel, Resize
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RayMismatch
@@ -94,13 +93,13 @@ def test_daemon_that_hangs_holds_up_neither_the_start_nor_other_nodes(start, clu
     fits = submit(parallel={"tensor": 2})
     for job in (nowhere, fits):
         plane.submitted(job.id)
-    plane._call(reached(lambda: plane._job(fits.id).state == "SUCCEEDED"))
-    assert plane._job(nowhere.id).state == "QUEUED" and cluster.nodes.unresponsive == {"node_b"}
+    plane._call(reached(lambda: plane.store.query(jobs.get, fits.id).state == "SUCCEEDED"))
+    assert plane.store.query(jobs.get, nowhere.id).state == "QUEUED" and cluster.nodes.unresponsive == {"node_b"}
     sick.left = [fits.id]  # it could not be notified that the job is over
     plane._loop.call_soon_threadsafe(held.set)
-    plane._call(reached(lambda: plane._job(nowhere.id).state == "SUCCEEDED"))
+    plane._call(reached(lambda: plane.store.query(jobs.get, nowhere.id).state == "SUCCEEDED"))
     plane._call(reached(lambda: not sick.left and "node_b" in cluster.peak_flops))
-    assert plane._job(running.id).state == "RUNNING" and all(agent.running for agent in agents)
+    assert plane.store.query(jobs.get, running.id).state == "RUNNING" and all(agent.running for agent in agents)
 
 
 def test_ray_that_does_not_answer_at_the_start_keeps_no_job_from_being_taken_over(start, cluster, started, monkeypatch):
@@ -193,7 +192,7 @@ def test_queued_job_is_scheduled_as_soon_as_another_ends(start, cluster, submit,
     behave(cluster, train_to_the_end)
     second = submit()
     plane.submitted(second.id)
-    plane._call(reached(lambda: plane._job(second.id).waiting_for is not None))
+    plane._call(reached(lambda: plane.store.query(jobs.get, second.id).waiting_for is not None))
     store.write(lambda s: jobs.request_cancel(s, first.id))
     plane.tell(first.id, Cancel())
     until(plane, second, "SUCCEEDED")

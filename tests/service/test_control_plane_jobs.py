@@ -12,7 +12,7 @@ from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNo
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
 from manta.service.job.inbox import Cancel, Pause, Resize, Trace
-from manta.service.store import jobs, pauses_and_retries, trace_requests
+from manta.service.store import jobs, pauses_and_retries, step_traces
 from manta.service.store.errors import JobNotFinal, JobNotFound
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import Fault, TraceOrder
@@ -87,7 +87,7 @@ def test_job_placed_before_its_former_owner_ended_keeps_its_new_owner(start, clu
     plane._call(reached(last.done))
     assert plane._leases.of(job.id) is lease is not None
     assert plane._owners.of(job.id) is owner is not None, "the one that the job's user reaches"
-    assert plane._job(job.id).restarts == 0
+    assert plane.store.query(jobs.get, job.id).restarts == 0
 
 
 def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, store):
@@ -105,7 +105,7 @@ def test_resize_of_a_running_job_reaches_its_supervisor(start, cluster, submit, 
 def test_trace_request_reaches_rank_0_through_any_control_plane(start, cluster, submit, store, asked_here):
     plane = start()
     job = running(plane, cluster, submit)
-    store.write(lambda s: trace_requests.request(s, job.id, 2, 7))
+    store.write(lambda s: step_traces.request(s, job.id, 2, 7))
     if asked_here:
         plane.tell(job.id, Trace())
     (first,) = [agent for agent in cluster.agents.living.values() if agent.rank == 0]
@@ -188,7 +188,7 @@ def test_fault_for_a_finished_job_is_refused_before_its_owner_has_left(start, cl
     behave(cluster, train_to_the_end)
     job = submit(parallel={"tensor": 2})
     plane.submitted(job.id)
-    plane._call(reached(lambda: plane._job(job.id).state == "SUCCEEDED"))
+    plane._call(reached(lambda: plane.store.query(jobs.get, job.id).state == "SUCCEEDED"))
     with pytest.raises(FaultNotPossible, match="the job is SUCCEEDED, and faults need a running job"):
         plane.tell(job.id, Arm(FAULT))
     plane._loop.call_soon_threadsafe(leaves.set)
@@ -295,7 +295,7 @@ def test_job_whose_agents_cannot_be_reached_is_not_deleted(start, cluster, submi
         patch.setattr(cluster, "end_job", AsyncMock(side_effect=ClusterUnavailable(TimeoutError("no answer"))))
         with pytest.raises(ClusterUnavailable):
             plane.delete(job.id)
-    assert plane._job(job.id).deletion_began_at is not None
+    assert plane.store.query(jobs.get, job.id).deletion_began_at is not None
     assert plane.delete(job.id).rows["jobs"] == 1
 
 

@@ -6,10 +6,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.service import file_work
-from manta.service.file_work import FileWork, StillRunning
-from manta.service.removal import deletion
-from manta.service.removal.deletion import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
+from manta.service.control import file_work, removal
+from manta.service.control.file_work import FileWork, StillRunning
+from manta.service.control.removal import FilesNotRemoved, RemovedFiles, StillRemoving, delete_job, remove_files
 from manta.service.states import JobState
 from manta.service.store import events, jobs, leases
 from manta.service.store.errors import JobNotFound
@@ -120,7 +119,7 @@ def test_deletion_interrupted_at_any_moment_can_be_repeated(store, paths, job, m
 
     with monkeypatch.context() as patch:
         if moment != "release_job":
-            patch.setattr(deletion.shutil if moment == "rmtree" else deletion.deletion, moment, killed)
+            patch.setattr(removal.shutil if moment == "rmtree" else removal.deletion, moment, killed)
         with pytest.raises(Killed):
             delete_job(store, paths, job, killed if moment == "release_job" else lambda: None, FileWork())
     assert store.query(jobs.get, job).deletion_began_at is not None, "it says so"
@@ -152,7 +151,7 @@ def test_deletion_of_a_job_without_checkpoints_or_logs_removes_its_folder(paths,
     ],
 )
 def test_deletion_that_fails_says_what_is_in_the_way(store, paths, job, monkeypatch, error, why):
-    monkeypatch.setattr(deletion.shutil, "rmtree", Mock(side_effect=error))
+    monkeypatch.setattr(removal.shutil, "rmtree", Mock(side_effect=error))
     with pytest.raises(FilesNotRemoved) as caught:
         delete_job(store, paths, job, lambda: None, FileWork())
     assert str(caught.value).startswith(why.format(folder=paths.job_folder(job)))
@@ -163,8 +162,8 @@ def test_deletion_that_fails_says_what_is_in_the_way(store, paths, job, monkeypa
 
 def test_job_deletion_removes_and_counts_all_metrics(store, paths, job, monkeypatch):
     metrics, bins = iter([3, 2, 0]), iter([4, 4, 4, 0])
-    monkeypatch.setattr(deletion.deletion, "delete_metrics_batch", lambda session, job_id: next(metrics))
-    monkeypatch.setattr(deletion.deletion, "delete_bins_batch", lambda session, job_id: next(bins))
+    monkeypatch.setattr(removal.deletion, "delete_metrics_batch", lambda session, job_id: next(metrics))
+    monkeypatch.setattr(removal.deletion, "delete_bins_batch", lambda session, job_id: next(bins))
     rows = delete_job(store, paths, job, lambda: None, FileWork()).rows
     assert (rows["metrics"], rows["metric_bins"]) == (5, 12)
 
@@ -175,7 +174,7 @@ def test_job_deletion_is_not_stopped_by_a_broken_link(store, paths, job):
 
 
 def test_job_deletion_in_several_transactions_counts_all_rows(store, paths, job, monkeypatch):
-    monkeypatch.setattr(deletion.deletion, "METRICS_BATCH_ROWS", 2)
+    monkeypatch.setattr(removal.deletion, "METRICS_BATCH_ROWS", 2)
 
     def fill(session):
         session.add_all(Metric(job_id=job, step=step, generation=1, time=1.0, extra={}) for step in range(1, 6))
@@ -207,22 +206,22 @@ def test_deletion_removes_logs_in_another_folder_and_nothing_beside_them(tmp_pat
 
 
 def test_job_deletion_on_a_hanging_store_times_out_and_continues(store, paths, job, submit, monkeypatch):
-    answers, work, remove, other = threading.Event(), FileWork(), deletion.remove_files, submit().id
+    answers, work, remove, other = threading.Event(), FileWork(), removal.remove_files, submit().id
     store.write(lambda session: jobs.request_cancel(session, other))
 
     def hang(paths, job_id):
         assert job_id == other or answers.wait(20)
         return remove(paths, job_id)
 
-    monkeypatch.setattr(deletion, "remove_files", hang)
-    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
+    monkeypatch.setattr(removal, "remove_files", hang)
+    monkeypatch.setattr(removal, "REMOVAL_SECONDS", 0.01)
     for _ in range(2):
         with pytest.raises(
             StillRemoving, match=f"{job} are not all removed yet .*continues in the background: check .*delete {job}"
         ):
             delete_job(store, paths, job, lambda: None, work)
     assert types_of(store, job)[-2:] == ["deletion_began", "deletion_failed"], "said once"
-    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 20.0)
+    monkeypatch.setattr(removal, "REMOVAL_SECONDS", 20.0)
     assert delete_job(store, paths, other, lambda: None, work).rows["jobs"], "another job's are removed meanwhile"
     answers.set()
     with pytest.raises(JobNotFound):  # where what had begun is quicker
@@ -234,7 +233,7 @@ def test_job_deletion_on_a_hanging_store_times_out_and_continues(store, paths, j
 def test_job_deletion_that_could_not_begin_says_so(store, paths, job, monkeypatch):
     answers, work = threading.Event(), FileWork()
     monkeypatch.setattr(file_work, "MAX_THREADS", 1)
-    monkeypatch.setattr(deletion, "REMOVAL_SECONDS", 0.01)
+    monkeypatch.setattr(removal, "REMOVAL_SECONDS", 0.01)
     with pytest.raises(StillRunning):
         work.run("another", 0.01, lambda: answers.wait(20))
     with pytest.raises(StillRemoving, match=r"\(1 others were under way for 0.01 s\).*; nothing was started: check "):

@@ -147,8 +147,8 @@ class Trouble:
     async def start_control_plane(self):
         """Another one, with the database and the agents that are there."""
         plane = ControlPlane(self.home, SimpleNamespace())
-        plane._store.close()
-        plane._store, plane._loop = self.store, asyncio.get_running_loop()
+        plane.store.close()
+        plane.store, plane._loop = self.store, asyncio.get_running_loop()
         plane._leases = LeasesInVirtualTime(self.store, plane._leases.me, time.monotonic)
         plane._owners = JobOwners(self.store, plane._leases, DEFAULT_MEMORY_SECONDS)
         while True:

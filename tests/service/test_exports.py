@@ -12,9 +12,9 @@ from unittest.mock import Mock
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from manta.service import exports as module
-from manta.service.exports import MAX_EXPORTS, ExportNotPossible, Exports, InvalidTarget
-from manta.service.file_work import FileWork
+from manta.service.control import exports as module
+from manta.service.control.exports import MAX_EXPORTS, ExportNotPossible, Exports, InvalidTarget
+from manta.service.control.file_work import FileWork
 from manta.service.store import checkpoints, events, exports, generations
 from manta.service.store.errors import CheckpointNotFound
 from tests.service.support.waiting import reached

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from manta.service import file_work
-from manta.service.file_work import FileWork, ServiceEnds, StillRunning, TooManyRunning
+from manta.service.control import file_work
+from manta.service.control.file_work import FileWork, ServiceEnds, StillRunning, TooManyRunning
 
 SECONDS = 60.0
 

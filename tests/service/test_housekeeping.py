@@ -10,10 +10,9 @@ from sqlalchemy import text, update
 
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.placement import agent_name, job_of
-from manta.service.control import housekeeping
+from manta.service.control import housekeeping, removal
 from manta.service.job.inbox import Cancel, Pause
 from manta.service.leases.decisions import HOUSEKEEPING
-from manta.service.removal import retention
 from manta.service.states import JobState
 from manta.service.store import checkpoints, jobs, pauses_and_retries
 from manta.service.store.installation_tables import Lease
@@ -72,7 +71,7 @@ def test_job_that_runs_though_a_restored_database_does_not_say_so_runs_on(start,
         agents[0].commit(2)
 
     second._call(train_on())
-    second._call(reached(lambda: second._job(job.id).step == 2))
+    second._call(reached(lambda: second.store.query(jobs.get, job.id).step == 2))
     assert until(second, job, "RUNNING").generation == 1
     assert list(cluster.agents.living.values()) == agents
     assert [len(agent.orders) for agent in agents] == [1, 1]
@@ -132,7 +131,7 @@ def test_snapshots_of_a_job_cancelled_in_the_queue_are_removed(start, cluster, s
 
 
 def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, submit, store, monkeypatch):
-    monkeypatch.setattr(retention, "CONFIRMED_SECONDS", 0.0)
+    monkeypatch.setattr(removal, "CONFIRMED_SECONDS", 0.0)
     old, young, let_go_of = submit(), submit(), []
     for job in (old, young):
         finish(store, job)
@@ -145,7 +144,7 @@ def test_expired_job_is_deleted_with_all_it_holds_if_configured(start, cluster, 
     monkeypatch.setattr(housekeeping.Housekeeping, "release_job", noted)
 
     def age(session):
-        jobs.get(session, old.id).finished_at -= 31 * retention.DAY_SECONDS
+        jobs.get(session, old.id).finished_at -= 31 * removal.DAY_SECONDS
 
     store.write(age)
     plane = start(retention_days=30)
@@ -179,7 +178,7 @@ def test_snapshots_of_a_failed_job_outlive_the_control_plane_but_not_their_time(
     store.write(lambda s: setattr(jobs.get(s, job.id), "memory_kept_until", time.time() - 1))
 
     plane._call(reached(lambda: daemon.ended_jobs == [job.id]))
-    assert plane._job(job.id).memory_kept_until is None
+    assert plane.store.query(jobs.get, job.id).memory_kept_until is None
 
 
 def test_clock_that_is_set_forward_takes_no_snapshots_of_a_failed_job(start, cluster, submit, store, monkeypatch):
@@ -196,7 +195,7 @@ def test_clock_that_is_set_forward_takes_no_snapshots_of_a_failed_job(start, clu
     job = failed_with_snapshots(submit, store, until)
     plane = start()
     plane._call(reached(lambda: len(looks) > 20))
-    assert plane._job(job.id).memory_kept_until == until
+    assert plane.store.query(jobs.get, job.id).memory_kept_until == until
 
 
 def test_snapshots_that_expired_during_a_ray_outage_are_removed_afterwards(start, cluster, submit, store, monkeypatch):
@@ -277,7 +276,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
     plane, other = start(), submit()
     plane.submitted(other.id)
     until(plane, other, "SUCCEEDED")
-    waiting = plane._job(stuck.id)
+    waiting = plane.store.query(jobs.get, stuck.id)
     assert (waiting.state, waiting.reason) == ("QUEUED", "not_released")
     assert {agent.job for agent in cluster.agents.living.values()} == {stuck.id}
 
@@ -286,7 +285,7 @@ def test_job_of_which_something_cannot_be_released_keeps_no_other_one_waiting(
 
     plane._call(lower_priority())
     until(plane, stuck, "SUCCEEDED")
-    assert plane._job(stuck.id).generation == 1
+    assert plane.store.query(jobs.get, stuck.id).generation == 1
 
 
 async def test_housekeeping_restarts_after_a_failure(kept, monkeypatch):

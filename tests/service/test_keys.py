@@ -8,11 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.service.home import own_files
-from manta.service.home.own_files import HomeUnusable, KeyFileUnsafe, read_key
-from manta.service.keys import installation_keys
-from manta.service.keys.identity import PROJECT_PATTERN, Identity, Scope, digest_of, new_browser_token, new_key
-from manta.service.keys.installation_keys import GivenKeyUnusable, add_existing_key, ensure_automatic
+from manta.service import installation_keys, own_files
+from manta.service.identity import PROJECT_PATTERN, Identity, Scope, digest_of, new_browser_token, new_key
+from manta.service.installation_keys import GivenKeyUnusable, add_existing_key, ensure_automatic
+from manta.service.own_files import HomeUnusable, KeyFileUnsafe, read_key
 from manta.service.store import audit, keys
 
 

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.file_work import FileWork, StillRunning
-from manta.service.removal import retention
-from manta.service.removal.retention import (
+from manta.service.control import removal
+from manta.service.control.file_work import FileWork, StillRunning
+from manta.service.control.removal import (
     CONFIRMED_SECONDS,
     DAY_SECONDS,
     ConfirmedExpiry,
@@ -108,7 +108,7 @@ def test_expired_job_is_deleted_after_an_hour_of_consistent_looks(store, paths, 
 
 
 def test_expired_jobs_that_cannot_be_deleted_do_not_block_others(store, paths, check, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
+    monkeypatch.setattr(removal, "JOBS_PER_CHECK", 2)
     kept, others = [ended(at=OLD - 1) for _ in range(2)], [ended() for _ in range(3)]
     for job in kept:
         os.utime(paths.checkpoint_folder(job))
@@ -124,7 +124,7 @@ def test_expired_jobs_that_cannot_be_deleted_do_not_block_others(store, paths, c
 def test_clock_set_forward_for_less_than_an_hour_deletes_no_job(store, check, ended, monkeypatch):
     job, real = ended(at=time.time() - DAY_SECONDS), time.time
     for ahead in (0.0, 365 * DAY_SECONDS, 0.0, 365 * DAY_SECONDS):
-        monkeypatch.setattr(retention.time, "time", lambda ahead=ahead: real() + ahead)
+        monkeypatch.setattr(removal.time, "time", lambda ahead=ahead: real() + ahead)
         assert check(CONFIRMED_SECONDS - 1.0) == []
     assert is_there(store, job)
 
@@ -188,7 +188,7 @@ def test_expired_job_that_the_cluster_still_holds_is_retried_in_an_hour(store, c
 
 
 def test_expired_jobs_are_deleted_oldest_first_and_a_limited_number_at_once(store, check, ended, monkeypatch):
-    monkeypatch.setattr(retention, "JOBS_PER_CHECK", 2)
+    monkeypatch.setattr(removal, "JOBS_PER_CHECK", 2)
     last, first, second = ended(at=OLD), ended(at=OLD - 20), ended(at=OLD - 10)
     check()
     assert check(CONFIRMED_SECONDS) == [first, second]
@@ -203,7 +203,7 @@ def test_expired_jobs_are_finished_ones_only(store, submit, ended):
 
 
 def test_retention_continues_after_a_failed_look(paths, store, monkeypatch):
-    monkeypatch.setattr(retention, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(removal, "POLL_SECONDS", 0.001)
     looks = []
 
     async def check(_store, _release_job):
@@ -212,7 +212,7 @@ def test_retention_continues_after_a_failed_look(paths, store, monkeypatch):
             raise RuntimeError("the database is away")
         raise asyncio.CancelledError
 
-    keeping = retention.Retention(paths, 1.0, FileWork())
+    keeping = removal.Retention(paths, 1.0, FileWork())
     monkeypatch.setattr(keeping, "check", check)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(keeping.run(store, None))
@@ -286,8 +286,8 @@ def test_expired_job_with_a_hanging_store_is_kept(tmp_path, monkeypatch):
 def test_expired_job_with_hanging_files_is_kept(store, check, ended, monkeypatch):
     first, second = ended(at=OLD - 1), ended()
     answers = threading.Event()
-    monkeypatch.setattr(retention, "FILE_SECONDS", 0.01)
-    monkeypatch.setattr(retention, "has_newer_files", lambda *about: not answers.wait(60))
+    monkeypatch.setattr(removal, "FILE_SECONDS", 0.01)
+    monkeypatch.setattr(removal, "has_newer_files", lambda *about: not answers.wait(60))
     check()
     assert check(CONFIRMED_SECONDS) == []
     answers.set()

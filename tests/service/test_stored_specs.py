@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.service.store import edits, jobs
+from manta.service.store import jobs
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 
@@ -116,7 +116,7 @@ def test_stored_spec_with_an_unknown_value_is_not_understood(stored):
 
 def test_edits_are_part_of_the_submitted_spec(store, submit):
     job_id = submit().id
-    job = store.write(lambda s: edits.edit(s, job_id, name="other", priority=0))
+    job = store.write(lambda s: jobs.edit(s, job_id, name="other", priority=0))
     assert job.submitted["name"] == job.not_default["name"] == job.spec["name"] == "other"
     assert "priority" not in job.submitted
 

@@ -11,9 +11,10 @@ from engine_specs import spec
 from one_layer import lone_rank
 
 from manta.workers.comm.grid import state_peers
-from manta.workers.engine import INITIAL_LOSS_SCALE, Engine
+from manta.workers.engine import Engine
 from manta.workers.errors import PeerLost
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.data.loss_scaling import INITIAL
 from manta.workers.parallel.data.state import same_state
 
 
@@ -46,9 +47,9 @@ def test_overflowing_step_is_retried_until_it_fits():
     engine = engine_of()
     before = engine.optimizer.moments["exp_avg"].clone()
     statistics, scales = step(engine, (64.0, math.inf), (64.0, math.nan), (64.0, 1.0))
-    assert scales == [INITIAL_LOSS_SCALE, INITIAL_LOSS_SCALE / 2, INITIAL_LOSS_SCALE / 4]
+    assert scales == [INITIAL, INITIAL / 2, INITIAL / 4]
     assert statistics.finite and statistics.loss == 1.0
-    assert engine.loss_scale.state.tolist() == [INITIAL_LOSS_SCALE / 4, 1.0], "one good step since"
+    assert engine.loss_scale.state.tolist() == [INITIAL / 4, 1.0], "one good step since"
     assert not torch.equal(engine.optimizer.moments["exp_avg"], before)
 
 
@@ -57,7 +58,7 @@ def test_a_loss_that_is_lost_is_not_tried_again(outcome):
     engine = engine_of()
     state = [each.clone() for each in engine.state()]
     statistics, scales = step(engine, outcome)
-    assert not statistics.finite and scales == [INITIAL_LOSS_SCALE]
+    assert not statistics.finite and scales == [INITIAL]
     assert all(torch.equal(now, then) for now, then in zip(engine.state(), state, strict=True))
 
 
@@ -67,7 +68,7 @@ def test_engine_step_that_no_scale_helps_changes_no_state():
     state = [each.clone() for each in engine.state()]
     statistics, scales = step(engine, *[(64.0, math.inf)] * 17)
     assert not statistics.finite
-    assert scales == [INITIAL_LOSS_SCALE / 2**n for n in range(17)]
+    assert scales == [INITIAL / 2**n for n in range(17)]
     assert all(torch.equal(now, then) for now, then in zip(engine.state(), state, strict=True))
 
 
@@ -87,7 +88,7 @@ def test_restarted_engine_begins_with_the_first_loss_scale():
     first = [each.clone() for each in engine.state()]
     assert any(each.data_ptr() == engine.loss_scale.state.data_ptr() for each in engine.state()), "snapshots keep it"
     step(engine, (64.0, math.inf), (64.0, 1.0))
-    assert engine.loss_scale.value == INITIAL_LOSS_SCALE / 2
+    assert engine.loss_scale.value == INITIAL / 2
     engine.initialise(1)
     assert all(torch.equal(now, then) for now, then in zip(engine.state(), first, strict=True))
 

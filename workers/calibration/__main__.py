@@ -34,7 +34,8 @@ from manta.workers.calibration.local_ranks import LocalRanks
 from manta.workers.calibration.measurements import Measurements
 from manta.workers.comm.lost_peers import first_line
 from manta.workers.errors import MantaError
-from manta.workers.system.resources import OtherCpuLoad, keep_freed_memory, processor_name, usable_cores
+from manta.workers.system.host_memory import keep_freed_memory
+from manta.workers.system.resources import OtherCpuLoad, processor_name, usable_cores
 
 MAX_RANKS = 8
 DEVICES = ("cpu", "cuda")

@@ -28,7 +28,7 @@ from manta.workers.protocol.requests import Command, DumpFlightRecord, Go, RankR
 from manta.workers.rank.control_socket import command_line
 from manta.workers.rank.rank_log import LineSink, LineSplitter
 from manta.workers.rank.report_buffer import ReportBuffer
-from manta.workers.system.resources import killed_for_memory
+from manta.workers.system.host_memory import killed_for_memory
 from manta.workers.zygote.client import Exit, ForkedProcess
 
 DRAIN_SECONDS = 2.0

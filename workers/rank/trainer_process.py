@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.comm.comm import BackendKind, Comm
+from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
-from manta.workers.comm.process_groups import capture_flight_record
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested
 from manta.workers.liveness.flight_record import FlightRecord
@@ -53,7 +53,7 @@ from manta.workers.snapshot.node_memory import SnapshotMemory
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import parse_location
 from manta.workers.system import gpu
-from manta.workers.system.processes import lower_priority
+from manta.workers.system.priority import lower_priority
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter

@@ -23,8 +23,8 @@ from typing import Literal
 
 from manta.workers.errors import SharedMemoryError
 from manta.workers.snapshot.snapshot_file import NO_SPACE_ERRORS, Form, SnapshotFile, allocate_file
+from manta.workers.system.host_memory import memory_available
 from manta.workers.system.regular_files import make_folder, put
-from manta.workers.system.resources import memory_available
 from manta.workers.system.sockets import POLL_SECONDS, UnixListener
 
 MemoryKind = Literal["auto", "shared_memory", "node_memory"]

@@ -27,8 +27,8 @@ from typing import Any
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint, crc32
 from manta.workers.errors import CheckpointError, SharedMemoryError
+from manta.workers.system.host_memory import memory_available
 from manta.workers.system.regular_files import make_folder, open_regular, remove
-from manta.workers.system.resources import memory_available
 
 SLOTS = 2
 NOTE_BYTES = 256 * 1024

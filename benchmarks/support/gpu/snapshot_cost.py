@@ -25,7 +25,7 @@ from manta.workers.snapshot.interval import AGREE_EVERY
 from manta.workers.snapshot.snapshots import Snapshots
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
-from manta.workers.system.resources import memory_available
+from manta.workers.system.host_memory import memory_available
 from manta.workers.trainer import NO_PATHS, StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
 

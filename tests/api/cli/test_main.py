@@ -14,8 +14,15 @@ from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import checkpoints, events, generations, ranks, recoveries
-from manta.service.store.recoveries import RecoveryStart
 from tests.api.support.silent_service import SilentService
+
+
+def died(session, job_id, generation, cause):
+    """The recovery that `generation` begins with, from the loss of rank 3."""
+    known = {"kind": "killed", "rank": 3, "cause": cause, "node": "node-a"}
+    timeline = RecoveryTimeline(101.0)
+    recoveries.begin(session, job_id, generation, timeline, **known, source="snapshot", resume_step=40)
+    recoveries.record_replaced(session, job_id, generation, (3,), 7)
 
 
 @pytest.fixture
@@ -29,10 +36,7 @@ def job(service):
         generation = generations.begin(session, job_id, "submitted", False)
         ranks.replace(session, job_id, [{**place, "generation": generation, "state": "running"}])
         checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
-        failed = RecoveryStart(
-            "killed", 3, "rank 3 [odd] was killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40
-        )
-        recoveries.begin(session, job_id, generation, failed)
+        died(session, job_id, generation, "rank 3 [odd] was killed")
         events.append(session, job_id, "told", "something [odd] happened", step=3)
 
     service.store.write(prepare)
@@ -399,8 +403,7 @@ def test_checkpoints_and_recoveries_are_listed_across_pages(manta, service, job,
         for step in range(10, 15):
             checkpoints.begin(session, job, 9, step, f"/somewhere/{step}")
         for generation in range(2, 7):
-            died = RecoveryStart("killed", 3, "killed", RecoveryTimeline(101.0), "node-a", (3,), 7, "snapshot", 40)
-            recoveries.begin(session, job, generation, died)
+            died(session, job, generation, "killed")
 
     service.store.write(save)
     monkeypatch.setattr(main, "PAGE", 2)

@@ -2,7 +2,7 @@
 
 from sqlalchemy.orm import Session
 
-from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
+from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
 from manta.service.store import Project, Store, keys, projects
 
 ADMIN = new_key()

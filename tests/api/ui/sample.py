@@ -18,15 +18,15 @@ import uvicorn
 from manta.api.app import create_app
 from manta.api.security.permissions import LINK_PATH
 from manta.api.ui import mount
+from manta.service.control.file_work import FileWork
 from manta.service.control.options import ModelPackages
+from manta.service.control.removal import Deletion, delete_checkpoint, delete_job
 from manta.service.control.running_ranks import ObservedWaits, RankStack
-from manta.service.file_work import FileWork
+from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from manta.service.job.inbox import JobRequest
-from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, new_browser_token, new_key
 from manta.service.logs.pages import LogsInHome, log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.recovery.waits import WaitingRank, Waits
-from manta.service.removal.deletion import Deletion, delete_checkpoint, delete_job
 from manta.service.states import JobState
 from manta.service.store import (
     Store,
@@ -40,7 +40,6 @@ from manta.service.store import (
     ranks,
     recoveries,
 )
-from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Checkpoint
 from manta.workers.checkpoint.catalog import checkpoint_path
 from manta.workers.config import JobSpec
@@ -206,8 +205,9 @@ def _backdate(session: Any, job_id: str, now: float) -> None:
     first.ended_at = second.started_at = now - 58.4
     second.trained_from, second.trained_until = now - 56, now - 1
     times = RecoveryTimeline(now - 59.3, now - 59.6, now - 58.6, now - 58.3, now - 57, now - 56, now - 55)
-    died = RecoveryStart("killed", 5, "rank 5 was killed by signal 9", times, "n1", (5,), 7, "snapshot", CRASHED_AT)
-    recoveries.begin(session, job_id, second.generation, died)
+    died = {"kind": "killed", "rank": 5, "cause": "rank 5 was killed by signal 9", "node": "n1"}
+    recoveries.begin(session, job_id, second.generation, times, **died, source="snapshot", resume_step=CRASHED_AT)
+    recoveries.record_replaced(session, job_id, second.generation, (5,), 7)
 
 
 def _commit(session: Any, job_id: str, steps: Iterable[int]) -> None:

@@ -70,7 +70,7 @@ def raising(error):
     return AgentClient(RAY, SimpleNamespace(call=SimpleNamespace(remote=carry)))
 
 
-def test_calls_go_to_the_node_that_the_agent_has_described():
+async def test_calls_go_to_the_node_that_the_agent_has_described():
     """A rank that is placed again has another agent, so an agent stays where it is."""
     asked = []
 
@@ -79,30 +79,24 @@ def test_calls_go_to_the_node_that_the_agent_has_described():
             asked.append(node)
             return await call()
 
-    async def body():
-        agent = over_ray(FakeAgent(node="n1"))
-        agent._calls = Calls()
-        await agent.snapshot_steps()
-        await agent.describe()
-        await agent.snapshot_steps()
-
-    asyncio.run(body())
+    agent = over_ray(FakeAgent(node="n1"))
+    agent._calls = Calls()
+    await agent.snapshot_steps()
+    await agent.describe()
+    await agent.snapshot_steps()
     assert asked == [None, None, "n1"]
 
 
-def test_orders_reports_and_answers_cross_with_their_types():
-    async def body():
-        there = FakeAgent()
-        agent = over_ray(there)
-        order = LaunchOrder("job-1", 2, 0, {"any": 1}, faults=(Fault("f", "kill", 0),))
-        assert await agent.launch(order) == Launched(there._pid)
-        assert there.orders == [order]
-        (report,) = await agent.reports(0, 1.0)
-        assert report == there._reports[0]
-        assert await agent.describe() == await there.describe()
-        assert await agent.progress() is None
-
-    asyncio.run(body())
+async def test_orders_reports_and_answers_cross_with_their_types():
+    there = FakeAgent()
+    agent = over_ray(there)
+    order = LaunchOrder("job-1", 2, 0, {"any": 1}, faults=(Fault("f", "kill", 0),))
+    assert await agent.launch(order) == Launched(there._pid)
+    assert there.orders == [order]
+    (report,) = await agent.reports(0, 1.0)
+    assert report == there._reports[0]
+    assert await agent.describe() == await there.describe()
+    assert await agent.progress() is None
 
 
 def calls_of(cls):
@@ -163,14 +157,11 @@ def test_errors_of_ray_are_translated_with_their_last_line():
         assert caught.value.kind == type(error).__name__
 
 
-def test_agent_answer_that_is_late_raises_agent_timeout():
-    async def body():
-        silent = FakeAgent()
-        silent.silence()
-        with pytest.raises(AgentTimeout, match=r"no answer in 0.01 s"):
-            await within(0.01, silent.describe())
-
-    asyncio.run(body())
+async def test_agent_answer_that_is_late_raises_agent_timeout():
+    silent = FakeAgent()
+    silent.silence()
+    with pytest.raises(AgentTimeout, match=r"no answer in 0.01 s"):
+        await within(0.01, silent.describe())
 
 
 def test_client_refuses_an_agent_or_daemon_of_another_protocol():
@@ -187,21 +178,17 @@ def test_client_refuses_an_agent_or_daemon_of_another_protocol():
         asyncio.run(over_ray(Newer(), NodeClient).start())
 
 
-def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
+async def test_orders_use_the_protocol_of_the_receiving_agent(monkeypatch):
     monkeypatch.setattr(messages, "SPOKEN", (1, messages.PROTOCOL))
-
-    async def body():
-        there = FakeAgent()
-        there.description = replace(there.description, protocol=1)
-        agent = over_ray(there)
-        await agent.describe()
-        await agent.launch(LaunchOrder("job", 1, 0, {}))
-        await agent.prepare(LaunchOrder("job", 2, 0, {}))
-        assert [order.protocol for order in (*there.orders, *there.prepared)] == [1, 1]
-        await over_ray(there).launch(LaunchOrder("job", 3, 0, {}))
-        assert there.orders[-1].protocol == messages.PROTOCOL
-
-    asyncio.run(body())
+    there = FakeAgent()
+    there.description = replace(there.description, protocol=1)
+    agent = over_ray(there)
+    await agent.describe()
+    await agent.launch(LaunchOrder("job", 1, 0, {}))
+    await agent.prepare(LaunchOrder("job", 2, 0, {}))
+    assert [order.protocol for order in (*there.orders, *there.prepared)] == [1, 1]
+    await over_ray(there).launch(LaunchOrder("job", 3, 0, {}))
+    assert there.orders[-1].protocol == messages.PROTOCOL
 
 
 class _RaysStaleOwner(RayTaskError, StaleOwner):

@@ -23,7 +23,7 @@ from manta.service.cluster.existing_ray import ExistingRay
 from manta.service.cluster.processes import same_process, start_of, wait_until_ended
 from manta.service.cluster.ray_head import MARK, HeadRecord, RayHead, RayUnavailable
 from manta.service.cluster.ray_private import HEAD_PROCESSES, NO_AUTOSCALER, outlives_head, sockets_of
-from manta.service.home.own_files import HomeUnusable
+from manta.service.own_files import HomeUnusable
 from manta.service.settings import SECRETS
 from manta.workers.paths import Paths
 from tests.service.conftest import SLOTS

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from manta.service.recovery import budgets
+from manta.service.recovery import decisions
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.supervised_job import SupervisedJob
 
@@ -28,5 +28,5 @@ def two_replicas(store, submit) -> Callable[..., SupervisedJob]:
 @pytest.fixture
 def short_waits(monkeypatch) -> None:
     """Repairs that do not help wait a millisecond before the next."""
-    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 0.001)
-    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(decisions, "INITIAL_WAIT_SECONDS", 0.001)
+    monkeypatch.setattr(decisions, "MAX_WAIT_SECONDS", 0.001)

@@ -10,7 +10,6 @@ from manta.service.job.report_writer import ReportWriter
 from manta.service.states import JobState
 from manta.service.store import generations, jobs
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.supervised_job import story
 
 UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 AGAIN = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
@@ -24,82 +23,66 @@ async def run_and_lose_control(job, *steps):
     await job.die_with_control_plane()
 
 
-def test_adopted_running_job_is_undisturbed(two_replicas, cluster):
+async def test_adopted_running_job_is_undisturbed(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1, 2)
-        next(iter(cluster.agents.living.values())).commit(3)  # nobody listens
-        job.supervise(None)
-        await job.watched(1)
-        assert [len(agent.orders) for agent in job.ranks] == [1] * 4
-        assert all(agent.running for agent in job.ranks)
-        await job.commit(4)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1, 2)
+    next(iter(cluster.agents.living.values())).commit(3)  # nobody listens
+    job.supervise(None)
+    await job.watched(1)
+    assert [len(agent.orders) for agent in job.ranks] == [1] * 4
+    assert all(agent.running for agent in job.ranks)
+    await job.commit(4)
+    await job.finish()
     assert job.log == [*UP, "adopted", "SUCCEEDED"]
     assert (job.row.generation, job.row.restarts, job.row.step) == (1, 0, 10)
     assert cluster.nothing_held
 
 
-def test_report_that_was_handled_but_not_acknowledged_is_not_stored_twice(two_replicas, cluster):
+async def test_report_that_was_handled_but_not_acknowledged_is_not_stored_twice(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1, 2)
-        with job.store.read() as session:
-            cursor = jobs.get(session, job.id).report_cursor["0"]
-        job.supervise(None)
-        await job.watched(1)
-        asked = len(job.ranks[0].acknowledged)
-        await cluster.agents.until(lambda: len(job.ranks[0].acknowledged) >= asked)
-        assert job.ranks[0].acknowledged[-1] == cursor
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1, 2)
+    with job.store.read() as session:
+        cursor = jobs.get(session, job.id).report_cursor["0"]
+    job.supervise(None)
+    await job.watched(1)
+    asked = len(job.ranks[0].acknowledged)
+    await cluster.agents.until(lambda: len(job.ranks[0].acknowledged) >= asked)
+    assert job.ranks[0].acknowledged[-1] == cursor
+    await job.finish()
     assert [entry for entry in job.log if entry == "first_step"] == ["first_step"]
 
 
 @pytest.mark.parametrize("last", ["finished", "killed"])
-def test_reports_from_while_no_control_plane_ran_are_handled_on_adoption(two_replicas, cluster, last):
+async def test_reports_from_while_no_control_plane_ran_are_handled_on_adoption(two_replicas, cluster, last):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        agents = list(cluster.agents.living.values())
-        if last == "finished":
-            agents[0].commit(10)
-            for agent in agents:
-                agent.finish(10)
-        else:
-            agents[1].die()
-        job.supervise(None)
-        if last == "killed":
-            await job.watched(2)
-            await job.commit(2)
-            await job.finish()
-        await job.task
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    agents = list(cluster.agents.living.values())
+    if last == "finished":
+        agents[0].commit(10)
+        for agent in agents:
+            agent.finish(10)
+    else:
+        agents[1].die()
+    job.supervise(None)
+    if last == "killed":
+        await job.watched(2)
+        await job.commit(2)
+        await job.finish()
+    await job.task
     recovered = [] if last == "finished" else ["RECOVERING", "rank_lost", *AGAIN]
     assert job.log == [*UP, "adopted", *recovered, "SUCCEEDED"]
 
 
-def test_agent_that_was_lost_meanwhile_is_replaced(two_replicas, cluster):
+async def test_agent_that_was_lost_meanwhile_is_replaced(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        name, agent = list(cluster.agents.living.items())[3]
-        agent.lose()
-        del cluster.agents.living[name]
-        job.supervise(None)
-        await job.watched(2)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    name, agent = list(cluster.agents.living.items())[3]
+    agent.lose()
+    del cluster.agents.living[name]
+    job.supervise(None)
+    await job.watched(2)
+    await job.commit(2)
+    await job.finish()
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.message("rank_lost") == "rank 3 has an agent that does not answer"
     assert cluster.nothing_held
@@ -111,23 +94,19 @@ def lose(cluster, agents):
         del cluster.agents.living[agent.name]
 
 
-def test_adopted_replica_without_agents_is_placed_anew_and_others_continue(two_replicas, tmp_path):
+async def test_adopted_replica_without_agents_is_placed_anew_and_others_continue(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        agents = list(cluster.agents.living.values())
-        lose(cluster, agents[2:])
-        job.supervise(None)
-        await job.watched(2)
-        assert job.ranks[:2] == agents[:2]
-        assert [agent.running for agent in job.ranks] == 4 * [True]
-        assert len(cluster.groups.held) == 2, "the places that nobody knew are free again"
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    agents = list(cluster.agents.living.values())
+    lose(cluster, agents[2:])
+    job.supervise(None)
+    await job.watched(2)
+    assert job.ranks[:2] == agents[:2]
+    assert [agent.running for agent in job.ranks] == 4 * [True]
+    assert len(cluster.groups.held) == 2, "the places that nobody knew are free again"
+    await job.commit(2)
+    await job.finish()
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert next(event.data for event in job.events if event.type == "ranks_replaced") == {
         "kept": [0, 1],
@@ -136,43 +115,35 @@ def test_adopted_replica_without_agents_is_placed_anew_and_others_continue(two_r
     assert cluster.nothing_held
 
 
-def test_adopted_job_without_agents_is_placed_anew(two_replicas, tmp_path):
+async def test_adopted_job_without_agents_is_placed_anew(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        lose(cluster, list(cluster.agents.living.values()))
-        job.supervise(None)
-        await job.watched(2)
-        assert len(cluster.agents.living) == 4
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    lose(cluster, list(cluster.agents.living.values()))
+    job.supervise(None)
+    await job.watched(2)
+    assert len(cluster.agents.living) == 4
+    await job.commit(2)
+    await job.finish()
     assert job.log == [*UP, "RECOVERING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
     assert job.generations[1] == ("the control plane was restarted and its agents were lost", "snapshot", 1)
     assert job.row.restarts == 1
     assert cluster.nothing_held
 
 
-def test_job_that_was_placed_but_never_launched_is_placed_again(two_replicas, cluster):
+async def test_job_that_was_placed_but_never_launched_is_placed_again(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.store.write_async(lambda s: jobs.transition(s, job.id, JobState.STARTING))
-        job.supervise(None)
-        await job.watched(1)
-        await job.commit(1)
-        await job.finish()
-
-    story(body)
+    await job.store.write_async(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+    job.supervise(None)
+    await job.watched(1)
+    await job.commit(1)
+    await job.finish()
     assert job.log == [*UP, "SUCCEEDED"]
     assert job.generations == [("the control plane was restarted", "start", 0)]
     assert job.row.restarts == 0
 
 
-def test_adopted_launch_that_was_not_recorded_continues(two_replicas, cluster, monkeypatch):
+async def test_adopted_launch_that_was_not_recorded_continues(two_replicas, cluster, monkeypatch):
     """The last agent has its order, and its control plane dies: the gang trains from then on."""
     job, noting = two_replicas(cluster), asyncio.Event()
 
@@ -183,24 +154,21 @@ def test_adopted_launch_that_was_not_recorded_continues(two_replicas, cluster, m
     async def unheard(*arguments):
         await asyncio.Event().wait()
 
-    async def body():
-        with monkeypatch.context() as patch:
-            patch.setattr(JobRecord, "launched", never)
-            patch.setattr(ReportWriter, "take", unheard)  # else a rank may say that it has started before that
-            await job.start()
-            await noting.wait()
-            await job.die_with_control_plane()
-        assert job.rank_states == ["starting"] * 4
-        agents = list(cluster.agents.living.values())
-        job.supervise(None)
-        await job.watched(1)
-        assert job.ranks == agents
-        assert job.rank_states == ["running"] * 4
-        assert job.pids == [agent._pid for agent in agents]
-        await job.commit(1)
-        await job.finish()
-
-    story(body)
+    with monkeypatch.context() as patch:
+        patch.setattr(JobRecord, "launched", never)
+        patch.setattr(ReportWriter, "take", unheard)  # else a rank may say that it has started before that
+        await job.start()
+        await noting.wait()
+        await job.die_with_control_plane()
+    assert job.rank_states == ["starting"] * 4
+    agents = list(cluster.agents.living.values())
+    job.supervise(None)
+    await job.watched(1)
+    assert job.ranks == agents
+    assert job.rank_states == ["running"] * 4
+    assert job.pids == [agent._pid for agent in agents]
+    await job.commit(1)
+    await job.finish()
     assert job.log == ["STARTING", "generation_started", "adopted", "RUNNING", "first_step", "SUCCEEDED"]
     assert (job.row.generation, job.row.restarts) == (1, 0)
     assert cluster.nothing_held
@@ -211,66 +179,55 @@ def begin_another(job):
     job.store.write(lambda s: generations.begin(s, job.id, "test", False))
 
 
-def test_adopted_launch_that_was_incomplete_is_repeated(two_replicas, cluster):
+async def test_adopted_launch_that_was_incomplete_is_repeated(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        begin_another(job)
-        job.supervise(None)
-        await job.watched(3)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    begin_another(job)
+    job.supervise(None)
+    await job.watched(3)
+    await job.commit(2)
+    await job.finish()
     assert job.generations[2] == ("the control plane was restarted during a launch", "snapshot", 1)
     assert job.log == [*UP, "generation_started", "first_step", "SUCCEEDED"]
     assert job.row.restarts == 1
 
 
-def test_launch_that_was_cut_in_two_by_a_lost_agent(two_replicas, cluster):
+async def test_launch_that_was_cut_in_two_by_a_lost_agent(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        begin_another(job)
-        agent = list(cluster.agents.living.values())[1]
-        agent.lose()
-        del cluster.agents.living[agent.name]
-        job.supervise(None)
-        await job.watched(3)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    begin_another(job)
+    agent = list(cluster.agents.living.values())[1]
+    agent.lose()
+    del cluster.agents.living[agent.name]
+    job.supervise(None)
+    await job.watched(3)
+    await job.commit(2)
+    await job.finish()
     assert job.log == [*UP, "RECOVERING", "rank_lost", *UP[1:], "recovered", "SUCCEEDED"]
     assert job.message("rank_lost") == "rank 1 lost its agent while the control plane was away"
     assert job.recoveries == [(3, "agent_lost", "snapshot", 1)]
 
 
-def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, cluster):
+async def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
 
     async def after_another_step(agent):
         if agent.running and agent.generation == 1:
             agent.rest_by_itself(2, "was told to rest")
 
-    async def body():
-        await run_and_lose_control(job, 1)
-        job.store.write(lambda s: jobs.request_resize(s, job.id, 1))
-        job.store.write(lambda s: jobs.transition(s, job.id, JobState.RESIZING))
-        await after_another_step(next(iter(cluster.agents.living.values())))
-        cluster.agents.before_rest = after_another_step
-        job.supervise(None)
-        await job.watched(2)
-        assert job.generations[1][1:] == ("snapshot", 2), "processes at rest hold more than their snapshots"
-        await job.commit(3)
-        job.supervisor.tell(Resize())
-        await job.watched(3)
-        await job.commit(4)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    job.store.write(lambda s: jobs.request_resize(s, job.id, 1))
+    job.store.write(lambda s: jobs.transition(s, job.id, JobState.RESIZING))
+    await after_another_step(next(iter(cluster.agents.living.values())))
+    cluster.agents.before_rest = after_another_step
+    job.supervise(None)
+    await job.watched(2)
+    assert job.generations[1][1:] == ("snapshot", 2), "processes at rest hold more than their snapshots"
+    await job.commit(3)
+    job.supervisor.tell(Resize())
+    await job.watched(3)
+    await job.commit(4)
+    await job.finish()
     assert [cause for cause, *_ in job.generations[1:]] == [
         "the control plane was restarted during a change of size",
         "resized from 2 to 1 replicas",
@@ -279,21 +236,17 @@ def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas, clust
     assert cluster.nothing_held
 
 
-def test_adopted_job_ends_stray_agents_of_an_unrecorded_change(two_replicas, cluster):
+async def test_adopted_job_ends_stray_agents_of_an_unrecorded_change(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        await cluster.groups.acquire(job.id, 2, job.spec.layout, "manta_slot", replicas=[1])
-        seats = {2: _Seat(f"replica/{job.id}/2/1")}
-        (stray,) = await cluster.agents.start(job.id, 2, seats, "manta_slot")
-        job.supervise(None)
-        await job.watched(1)
-        assert stray in cluster.agents.ended
-        assert len(cluster.groups.held) == 2
-        await job.finish()
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    await cluster.groups.acquire(job.id, 2, job.spec.layout, "manta_slot", replicas=[1])
+    seats = {2: _Seat(f"replica/{job.id}/2/1")}
+    (stray,) = await cluster.agents.start(job.id, 2, seats, "manta_slot")
+    job.supervise(None)
+    await job.watched(1)
+    assert stray in cluster.agents.ended
+    assert len(cluster.groups.held) == 2
+    await job.finish()
 
 
 class _Seat:
@@ -302,18 +255,14 @@ class _Seat:
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "FAILED", "CANCELLED"])
-def test_adopted_job_with_a_recorded_outcome_ends_accordingly(two_replicas, cluster, state):
+async def test_adopted_job_with_a_recorded_outcome_ends_accordingly(two_replicas, cluster, state):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        if state == "CANCELLED":
-            job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        await JobRecord(job.store, job.id).record_outcome(JobState(state), "a reason", "a message")
-        job.supervise(None)
-        await job.task
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    if state == "CANCELLED":
+        job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    await JobRecord(job.store, job.id).record_outcome(JobState(state), "a reason", "a message")
+    job.supervise(None)
+    await job.task
     more = {"CANCELLED": ["CANCELLING", state], "FAILED": [state, "memory_kept"]}.get(state, [state])
     assert job.log == [*UP, *more]
     assert (job.row.state, job.row.reason, job.row.message) == (state, "a reason", "a message")
@@ -321,7 +270,7 @@ def test_adopted_job_with_a_recorded_outcome_ends_accordingly(two_replicas, clus
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_finished_job_stays_ended_if_its_control_plane_dies_during_release(two_replicas, cluster):
+async def test_finished_job_stays_ended_if_its_control_plane_dies_during_release(two_replicas, cluster):
     """Once agents and snapshots are gone, only what was written before that says that nothing is left to do."""
     job, with_freed_units, end_job = two_replicas(cluster), asyncio.Event(), cluster.end_job
 
@@ -330,48 +279,37 @@ def test_finished_job_stays_ended_if_its_control_plane_dies_during_release(two_r
         with_freed_units.set()
         await asyncio.Event().wait()
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(10)
-        cluster.end_job = end_and_hang
-        for agent in job.ranks:
-            agent.finish(10)
-        await with_freed_units.wait()
-        await job.die_with_control_plane()
-        cluster.end_job = end_job
-        job.supervise(None)
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(10)
+    cluster.end_job = end_and_hang
+    for agent in job.ranks:
+        agent.finish(10)
+    await with_freed_units.wait()
+    await job.die_with_control_plane()
+    cluster.end_job = end_job
+    job.supervise(None)
+    await job.task
     assert job.log == [*UP, "SUCCEEDED"]
     assert len(job.generations) == 1
     assert cluster.nothing_held
 
 
-def test_cancel_during_adoption_wins_over_an_unrecorded_outcome(two_replicas, cluster):
+async def test_cancel_during_adoption_wins_over_an_unrecorded_outcome(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        await JobRecord(job.store, job.id).record_outcome(JobState.FAILED, "a reason", "a message")
-        job.supervise(None)
-        await job.task
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    await JobRecord(job.store, job.id).record_outcome(JobState.FAILED, "a reason", "a message")
+    job.supervise(None)
+    await job.task
     assert job.log == [*UP, "CANCELLING", "CANCELLED"]
 
 
-def test_job_that_was_to_be_cancelled_is(two_replicas, cluster):
+async def test_job_that_was_to_be_cancelled_is(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await run_and_lose_control(job, 1)
-        job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        job.supervise(None)
-        await job.task
-
-    story(body)
+    await run_and_lose_control(job, 1)
+    job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    job.supervise(None)
+    await job.task
     assert job.log == [*UP, "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held

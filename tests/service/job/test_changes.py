@@ -21,23 +21,19 @@ CHANGED = ["RESIZING", "generation_started", "ranks_replaced", "RUNNING", "first
 ELASTIC = {"parallel": {"tensor": 2, "data": 2, "zero": 0}, "elastic": {"min_data": 1, "max_data": 3}}
 
 
-def test_job_shrinks_and_keeps_the_processes_that_stay(two_replicas, cluster):
+async def test_job_shrinks_and_keeps_the_processes_that_stay(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1, 2)
-        staying = job.ranks[:2]
-        job.resize(1)
-        await job.watched(2)
-        assert job.ranks == staying
-        await cluster.agents.until(lambda: len(cluster.agents.living) == 2)
-        assert len(cluster.groups.held) == 1
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1, 2)
+    staying = job.ranks[:2]
+    job.resize(1)
+    await job.watched(2)
+    assert job.ranks == staying
+    await cluster.agents.until(lambda: len(cluster.agents.living) == 2)
+    assert len(cluster.groups.held) == 1
+    await job.commit(3)
+    await job.finish()
     assert job.log == [*UP, "resize_requested", *CHANGED, "SUCCEEDED"]
     assert job.generations[1] == ("resized from 2 to 1 replicas", "memory", 2)
     assert (job.row.replicas, job.row.restarts, job.recoveries) == (1, 0, [])
@@ -71,28 +67,25 @@ def test_job_grows_by_agents_whose_trainers_are_ready_before_anybody_rests(two_r
     assert cluster.nothing_held
 
 
-def test_resize_without_room_is_reported_and_changes_nothing(two_replicas, tmp_path):
+async def test_resize_without_room_is_reported_and_changes_nothing(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     job = two_replicas(cluster, **ELASTIC)
 
     async def waiting():
         await reached(lambda: "resize_waiting" in job.log)
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        job.resize(3)
-        await waiting()
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.resize(3)
+    await waiting()
+    await job.finish()
     assert job.log == [*UP, "resize_requested", "resize_waiting", "SUCCEEDED"]
     assert job.message("resize_waiting") == "there is no room for more than 2 replicas; it keeps waiting"
     assert len(job.generations) == 1
 
 
-def test_resize_requested_before_the_first_step_waits_for_it(two_replicas, cluster):
+async def test_resize_requested_before_the_first_step_waits_for_it(two_replicas, cluster):
     job, planned = two_replicas(cluster, **ELASTIC), []
 
     def noted(plan):
@@ -102,25 +95,22 @@ def test_resize_requested_before_the_first_step_waits_for_it(two_replicas, clust
 
         return note
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        job.supervisor._planner.plan = noted(job.supervisor._planner.plan)
-        job.resize(1)
-        await reached(lambda: planned)
-        assert planned == [None], "ranks may still read what others left"
-        await job.commit(1)
-        job.resize(1)
-        await job.watched(2)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    job.supervisor._planner.plan = noted(job.supervisor._planner.plan)
+    job.resize(1)
+    await reached(lambda: planned)
+    assert planned == [None], "ranks may still read what others left"
+    await job.commit(1)
+    job.resize(1)
+    await job.watched(2)
+    await job.commit(2)
+    await job.finish()
     assert len(job.ranks) == 2
     assert job.generations[1][0] == "resized from 2 to 1 replicas"
 
 
-def test_standby_that_never_gets_ready_is_dismissed_when_a_rank_dies(two_replicas, cluster):
+async def test_standby_that_never_gets_ready_is_dismissed_when_a_rank_dies(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
     starting = asyncio.Event()
 
@@ -131,45 +121,39 @@ def test_standby_that_never_gets_ready_is_dismissed_when_a_rank_dies(two_replica
 
         agent.prepare = prepare
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.agents.on_start = start_silent
-        job.resize(3)
-        await starting.wait()
-        job.ranks[0].die()
-        await job.watched(2)
-        assert len(cluster.agents.living) == 4
-        assert len(cluster.groups.held) == 2
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.agents.on_start = start_silent
+    job.resize(3)
+    await starting.wait()
+    job.ranks[0].die()
+    await job.watched(2)
+    assert len(cluster.agents.living) == 4
+    assert len(cluster.groups.held) == 2
+    await job.commit(2)
+    await job.finish()
     recovered = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
     assert job.log == [*UP, "resize_requested", "RECOVERING", "rank_lost", *recovered, "SUCCEEDED"]
     assert cluster.nothing_held
 
 
-def test_resize_is_abandoned_if_an_agent_is_lost_while_coming_to_rest(two_replicas, cluster):
+async def test_resize_is_abandoned_if_an_agent_is_lost_while_coming_to_rest(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
         if agent.rank == 3:
             agent.lose()
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.agents.before_rest = before_rest
-        job.resize(3)
-        await job.watched(2)
-        assert len(job.ranks) == len(cluster.agents.living) == 4
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.agents.before_rest = before_rest
+    job.resize(3)
+    await job.watched(2)
+    assert len(job.ranks) == len(cluster.agents.living) == 4
+    await job.commit(2)
+    await job.finish()
     recovered = ["generation_started", "ranks_replaced", "RUNNING", "first_step", "recovered"]
     assert job.log == [*UP, "resize_requested", "RESIZING", "RECOVERING", "rank_lost", *recovered, "SUCCEEDED"]
     assert cluster.nothing_held
@@ -200,7 +184,7 @@ def test_rank_that_does_not_rest_in_time_is_killed_and_the_resize_goes_on(two_re
     assert (job.row.restarts, job.recoveries) == (0, [])
 
 
-def test_job_that_ends_while_coming_to_rest_is_not_resized(two_replicas, cluster):
+async def test_job_that_ends_while_coming_to_rest_is_not_resized(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
@@ -208,22 +192,19 @@ def test_job_that_ends_while_coming_to_rest_is_not_resized(two_replicas, cluster
             agent.commit(10)
         agent.finish(10)
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(9)
-        cluster.agents.before_rest = before_rest
-        job.resize(3)
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(9)
+    cluster.agents.before_rest = before_rest
+    job.resize(3)
+    await job.task
     assert job.log == [*UP, "resize_requested", "RESIZING", "SUCCEEDED"]
     assert (len(job.generations), job.row.step) == (1, 10)
     assert cluster.nothing_held
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_job_cancelled_during_a_resize_ends_cancelled(two_replicas, cluster, dies):
+async def test_job_cancelled_during_a_resize_ends_cancelled(two_replicas, cluster, dies):
     job = two_replicas(cluster, **ELASTIC)
 
     async def before_rest(agent):
@@ -232,39 +213,32 @@ def test_job_cancelled_during_a_resize_ends_cancelled(two_replicas, cluster, die
         if dies and agent.rank == 1:
             agent.die()
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.agents.before_rest = before_rest
-        job.resize(3)
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.agents.before_rest = before_rest
+    job.resize(3)
+    await job.task
     assert job.log == [*UP, "resize_requested", "RESIZING", "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-def test_replica_on_a_drained_node_moves_with_its_state(two_replicas, tmp_path):
+async def test_replica_on_a_drained_node_moves_with_its_state(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1, 2)
-        staying = job.ranks[:2]
-        cluster.nodes.draining.add("two")
-        job.supervisor.tell(NodeDraining("two", 60.0))
-        await job.watched(2)
-        assert job.ranks[:2] == staying
-        assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
-        assert [agent.orders[-1].resume.step for agent in job.ranks] == [2, 2, 2, 2]
-        await cluster.agents.until(lambda: len(cluster.agents.living) == 4)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1, 2)
+    staying = job.ranks[:2]
+    cluster.nodes.draining.add("two")
+    job.supervisor.tell(NodeDraining("two", 60.0))
+    await job.watched(2)
+    assert job.ranks[:2] == staying
+    assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
+    assert [agent.orders[-1].resume.step for agent in job.ranks] == [2, 2, 2, 2]
+    await cluster.agents.until(lambda: len(cluster.agents.living) == 4)
+    await job.commit(3)
+    await job.finish()
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.message("node_draining") == "node two is being drained within 60 s; 2 ranks are there"
     assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 2)
@@ -295,28 +269,24 @@ def test_moved_replica_loses_what_only_its_process_held(two_replicas, tmp_path):
     assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 1)
 
 
-def test_elastic_job_drops_the_replica_on_a_drained_node(two_replicas, tmp_path):
+async def test_elastic_job_drops_the_replica_on_a_drained_node(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, **ELASTIC)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.nodes.draining.add("one")
-        job.supervisor.tell(NodeDraining("one", 60.0, "it is sold"))
-        await job.watched(2)
-        assert [(agent.rank, agent.node) for agent in job.ranks] == [(0, "two"), (1, "two")]
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.nodes.draining.add("one")
+    job.supervisor.tell(NodeDraining("one", 60.0, "it is sold"))
+    await job.watched(2)
+    assert [(agent.rank, agent.node) for agent in job.ranks] == [(0, "two"), (1, "two")]
+    await job.commit(2)
+    await job.finish()
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.generations[1] == ("continued without replicas [0]: their nodes are being drained", "memory", 1)
     assert job.message("node_draining") == "node one is being drained within 60 s (it is sold); 2 ranks are there"
 
 
-def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two_replicas, tmp_path):
+async def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster)
 
@@ -324,44 +294,38 @@ def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two
         job.supervisor.tell(Resize())
         await reached(lambda: not job.inbox.has(Resize))
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.nodes.draining.add("two")
-        job.supervisor.tell(NodeDraining("two", 60.0))
-        await reached(lambda: "drain_waiting" in job.log)
-        await looked()
-        await looked()
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.nodes.draining.add("two")
+    job.supervisor.tell(NodeDraining("two", 60.0))
+    await reached(lambda: "drain_waiting" in job.log)
+    await looked()
+    await looked()
+    await job.finish()
     assert job.log == [*UP, "node_draining", "drain_waiting", "SUCCEEDED"]
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["room", "others_were_faster"])
-def test_reshaped_job_is_placed_anew_when_there_is_room_for_the_larger_layout(two_replicas, tmp_path, taken):
+async def test_reshaped_job_is_placed_anew_when_there_is_room_for_the_larger_layout(two_replicas, tmp_path, taken):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
 
     def others_are_faster():
         cluster.nodes.used["two"] = 2
 
-    async def body():
-        cluster.nodes.used["two"] = 2  # others have it
-        job.spec = job.spec.model_copy(update={"parallel": job.spec.parallel.model_copy(update={"pipeline": 1})})
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.nodes.used["two"] = 0
-        if taken:
-            cluster.groups.refuse = others_are_faster
-        job.supervisor.tell(Resize())
-        await job.watched(2)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    cluster.nodes.used["two"] = 2  # others have it
+    job.spec = job.spec.model_copy(update={"parallel": job.spec.parallel.model_copy(update={"pipeline": 1})})
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.nodes.used["two"] = 0
+    if taken:
+        cluster.groups.refuse = others_are_faster
+    job.supervisor.tell(Resize())
+    await job.watched(2)
+    await job.commit(2)
+    await job.finish()
     assert len(job.ranks) == (2 if taken else 4)
     cause, _, resume_step = job.generations[1]
     assert (cause, resume_step) == ("placed again as tensor 2 x pipeline 2 x data 1: there is room again", 1)
@@ -378,19 +342,15 @@ def test_change_that_started_no_agents_has_no_standby():
     assert standby_of(Stay("nothing")) is None
 
 
-def test_resize_begins_a_generation_that_is_not_counted_as_a_restart(two_replicas, cluster):
+async def test_resize_begins_a_generation_that_is_not_counted_as_a_restart(two_replicas, cluster):
     job = two_replicas(cluster, **ELASTIC)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        job.resize(1)
-        await job.watched(2)
-        await job.commit(2)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.resize(1)
+    await job.watched(2)
+    await job.commit(2)
+    await job.finish()
     with job.store.read() as session:
         rows = generations.of_job(session, job.id)
     assert [(row.data or {}).get("failure") for row in rows] == [None, None]

@@ -10,7 +10,7 @@ from manta.service.job.context import FolderReader
 from manta.workers.checkpoint.catalog import Listing
 
 
-def test_checkpoint_folder_that_hangs_is_listed_once_until_it_answers(tmp_path, monkeypatch):
+async def test_checkpoint_folder_that_hangs_is_listed_once_until_it_answers(tmp_path, monkeypatch):
     asked, begun, answers = [], threading.Event(), threading.Event()
 
     def look(folder, _job):
@@ -21,16 +21,12 @@ def test_checkpoint_folder_that_hangs_is_listed_once_until_it_answers(tmp_path, 
 
     monkeypatch.setattr(context, "list_checkpoints", look)
     reader = FolderReader()
-
-    async def body():
-        for _ in range(3):
-            listing = await reader.list(tmp_path, 0.001)
-            assert listing.problem == f"the folder {tmp_path} cannot be listed: no answer in 0.001 s"
-        assert begun.wait(60) and asked == [tmp_path]
-        answers.set()
-        assert await reader.list(tmp_path) == Listing(tmp_path)
-
-    asyncio.run(body())
+    for _ in range(3):
+        listing = await reader.list(tmp_path, 0.001)
+        assert listing.problem == f"the folder {tmp_path} cannot be listed: no answer in 0.001 s"
+    assert begun.wait(60) and asked == [tmp_path]
+    answers.set()
+    assert await reader.list(tmp_path) == Listing(tmp_path)
 
 
 def test_checkpoint_folder_that_timed_out_is_not_waited_for_again(tmp_path, monkeypatch):
@@ -51,7 +47,7 @@ def test_checkpoint_folder_that_timed_out_is_not_waited_for_again(tmp_path, monk
         reader._under_way.result(60)  # else it might list with what the next test puts in the place of the function
 
 
-def test_checkpoint_listing_begun_before_a_request_does_not_answer_it(tmp_path, monkeypatch):
+async def test_checkpoint_listing_begun_before_a_request_does_not_answer_it(tmp_path, monkeypatch):
     """A checkpoint may have been saved since: it would count as gone."""
     answers, seen = [threading.Event(), threading.Event()], iter(range(2))
 
@@ -62,16 +58,12 @@ def test_checkpoint_listing_begun_before_a_request_does_not_answer_it(tmp_path, 
 
     monkeypatch.setattr(context, "list_checkpoints", look)
     reader = FolderReader()
-
-    async def body():
-        await reader.list(tmp_path, 0.001)
-        later = asyncio.create_task(reader.list(tmp_path, 60.0))
-        await asyncio.sleep(0)
-        for each in answers:
-            each.set()
-        assert (await later).problem == "look 1"
-
-    asyncio.run(body())
+    await reader.list(tmp_path, 0.001)
+    later = asyncio.create_task(reader.list(tmp_path, 60.0))
+    await asyncio.sleep(0)
+    for each in answers:
+        each.set()
+    assert (await later).problem == "look 1"
 
 
 def test_checkpoint_listing_error_is_raised_to_its_caller_and_not_cached(tmp_path, monkeypatch):

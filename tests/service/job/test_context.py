@@ -7,9 +7,7 @@ import pytest
 
 from manta.service.job.context import JobContext
 from manta.service.job.inbox import LEAVE, Cancel, Inbox, Resize, Trace, WaitInQueue
-from manta.service.job.incident import FailureHistory, Incident
-from manta.service.recovery.budgets import PastFailure
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, FailureHistory, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.store import jobs
 from tests.service.support.fake_cluster import FakeCluster

@@ -181,24 +181,21 @@ def test_cancel_ends_the_wait_of_a_generation_and_leaves_its_ranks_alone():
     run(body)
 
 
-def test_report_is_acknowledged_after_it_was_handled():
-    async def body():
-        agent, release, seen = agent_of(0), asyncio.Event(), asyncio.Event()
+async def test_report_is_acknowledged_after_it_was_handled():
+    agent, release, seen = agent_of(0), asyncio.Event(), asyncio.Event()
 
-        async def handle(report):
-            seen.set()
-            await release.wait()
+    async def handle(report):
+        seen.set()
+        await release.wait()
 
-        running = RunningGeneration([agent], 1, {}, handle)
-        agent.say(Metrics(()))
-        await seen.wait()
-        assert agent.acknowledged == [0]
-        release.set()
-        await reached(lambda: len(agent.acknowledged) >= 2)
-        assert agent.acknowledged == [0, 1]
-        await running.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    running = RunningGeneration([agent], 1, {}, handle)
+    agent.say(Metrics(()))
+    await seen.wait()
+    assert agent.acknowledged == [0]
+    release.set()
+    await reached(lambda: len(agent.acknowledged) >= 2)
+    assert agent.acknowledged == [0, 1]
+    await running.close()
 
 
 def test_reports_of_another_generation_change_nothing():
@@ -213,23 +210,20 @@ def test_reports_of_another_generation_change_nothing():
     run(body)
 
 
-def test_report_handler_error_is_raised_by_wait():
-    async def body():
-        async def handle(report):
-            raise RuntimeError("the database is full")
+async def test_report_handler_error_is_raised_by_wait():
+    async def handle(report):
+        raise RuntimeError("the database is full")
 
-        agent = agent_of(0)
-        running = RunningGeneration([agent], 1, {}, handle)
-        agent.say(Metrics(()))
-        try:
-            await running.wait(Inbox())
-        except RuntimeError as error:
-            assert "full" in str(error)
-        else:
-            raise AssertionError("wait said nothing")
-        await running.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    agent = agent_of(0)
+    running = RunningGeneration([agent], 1, {}, handle)
+    agent.say(Metrics(()))
+    try:
+        await running.wait(Inbox())
+    except RuntimeError as error:
+        assert "full" in str(error)
+    else:
+        raise AssertionError("wait said nothing")
+    await running.close()
 
 
 def test_generation_with_a_resting_rank_counts_as_broken_without_a_death():
@@ -337,21 +331,18 @@ def test_rest_is_asked_of_running_ranks_only_with_its_time_limits():
     run(body)
 
 
-def test_generation_handles_reports_after_the_last_handled_one():
-    async def body():
-        agent, after, handled = agent_of(0), {0: 2}, []
+async def test_generation_handles_reports_after_the_last_handled_one():
+    agent, after, handled = agent_of(0), {0: 2}, []
 
-        async def handle(report):
-            handled.append(report.sequence)
+    async def handle(report):
+        handled.append(report.sequence)
 
-        for _ in range(4):
-            agent.say(Metrics(()))
-        running = RunningGeneration([agent], 1, after, handle)
-        await reached(lambda: agent.acknowledged == [2, 4])
-        assert (handled, after) == ([3, 4], {0: 4})
-        await running.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    for _ in range(4):
+        agent.say(Metrics(()))
+    running = RunningGeneration([agent], 1, after, handle)
+    await reached(lambda: agent.acknowledged == [2, 4])
+    assert (handled, after) == ([3, 4], {0: 4})
+    await running.close()
 
 
 def test_background_work_of_a_generation_ends_before_its_ranks_are_stopped():
@@ -402,17 +393,14 @@ def test_background_task_error_is_raised_by_wait():
 
 
 @pytest.mark.parametrize("end", ["rest", "stop"])
-def test_report_handler_error_is_raised_by_rest_and_stop(end):
-    async def body():
-        async def handle(report):
-            raise RuntimeError("somebody else has the lease")
+async def test_report_handler_error_is_raised_by_rest_and_stop(end):
+    async def handle(report):
+        raise RuntimeError("somebody else has the lease")
 
-        running = RunningGeneration([agent_of(0)], 1, {}, handle)
-        with pytest.raises(RuntimeError, match="somebody else has the lease"):
-            await (running.rest(5.0) if end == "rest" else running.stop())
-        await running.close()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    running = RunningGeneration([agent_of(0)], 1, {}, handle)
+    with pytest.raises(RuntimeError, match="somebody else has the lease"):
+        await (running.rest(5.0) if end == "rest" else running.stop())
+    await running.close()
 
 
 def test_rank_that_came_to_rest_says_why_and_when(monkeypatch):

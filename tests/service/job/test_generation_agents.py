@@ -46,26 +46,22 @@ def test_agent_that_does_not_answer_is_given_up(monkeypatch):
     run(body)
 
 
-def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
+async def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):
     """The database may take longer than an agent may: that says nothing about the agent."""
     monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
     monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.01)
+    agents, stored = [agent_of(0), agent_of(1)], asyncio.Event()
 
-    async def body():
-        agents, stored = [agent_of(0), agent_of(1)], asyncio.Event()
+    async def handle(report):
+        await stored.wait()
 
-        async def handle(report):
-            await stored.wait()
-
-        running = RunningGeneration(agents, 1, {}, handle)
-        resting = asyncio.create_task(running.rest(0.01))
-        await asyncio.wait([resting], timeout=0.5)
-        assert not resting.done() and running.deaths == []
-        stored.set()
-        await resting
-        assert sorted(running.resting) == [0, 1] and running.deaths == []
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    running = RunningGeneration(agents, 1, {}, handle)
+    resting = asyncio.create_task(running.rest(0.01))
+    await asyncio.wait([resting], timeout=0.5)
+    assert not resting.done() and running.deaths == []
+    stored.set()
+    await resting
+    assert sorted(running.resting) == [0, 1] and running.deaths == []
 
 
 def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(monkeypatch):

@@ -291,25 +291,22 @@ def test_hang_watch_ends_a_rank_whose_stacks_are_unavailable(watch):
     assert hung.data["stacks"] == ""
 
 
-def test_hang_watch_checks_again_ranks_that_stall_later(monkeypatch):
+async def test_hang_watch_checks_again_ranks_that_stall_later(monkeypatch):
     monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
     late, events = [agent(overdue=lambda asked: asked > 1), agent(waits_for=0)], []
 
     async def tell(kind, *about):
         events.append(kind)
 
-    async def body():
-        watching = HangWatch(late, lambda axis, rank: range(2), tell, lambda *about: None, "report", {})
-        task = asyncio.create_task(watching.run())
-        watching.note(STALLED)
-        await reached(lambda: late[1].asked)
-        await asyncio.sleep(0)
-        assert (late[0].asked, late[0].kills) == (1, []), "it moved on, and nobody is asked without a reason"
-        watching.note(STALLED)
-        await reached(lambda: late[0].kills)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(body(), 60))
+    watching = HangWatch(late, lambda axis, rank: range(2), tell, lambda *about: None, "report", {})
+    task = asyncio.create_task(watching.run())
+    watching.note(STALLED)
+    await reached(lambda: late[1].asked)
+    await asyncio.sleep(0)
+    assert (late[0].asked, late[0].kills) == (1, []), "it moved on, and nobody is asked without a reason"
+    watching.note(STALLED)
+    await reached(lambda: late[0].kills)
+    task.cancel()
     assert events == ["rank_hung"]
 
 

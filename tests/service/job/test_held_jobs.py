@@ -5,13 +5,12 @@ import asyncio
 import pytest
 
 from manta.service.job import supervisor
-from manta.service.job.incident import FailureHistory
 from manta.service.job.supervisor import Supervisor
 from manta.service.recovery import durable_state
+from manta.service.recovery.decisions import FailureHistory
 from manta.service.recovery.durable_state import CheckpointsUnreadable
 from manta.service.store import checkpoints
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
-from tests.service.support.supervised_job import story
 
 SAVED = ["checkpoint_saving", "checkpoint_saved"]
 
@@ -72,21 +71,18 @@ def states(job):
         return [row.state for row in checkpoints.page(session, job.id).items]
 
 
-def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
-    async def body():
-        await run_and_lose_all(job)
-        await job.waited(3)
-        assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
-        assert (job.row.reason, job.row.message) == ("held", job.message("held"))
-        fetch_snapshots(job)
-        await job.watched(2)
-        assert (job.row.reason, job.row.message) == (None, None)
-        assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
-        assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
-        await job.commit(3, 4)
-        await job.finish()
-
-    story(body)
+async def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
+    await run_and_lose_all(job)
+    await job.waited(3)
+    assert (job.row.state, job.row.generation, states(job)) == ("RECOVERING", 1, ["complete"])
+    assert (job.row.reason, job.row.message) == ("held", job.message("held"))
+    fetch_snapshots(job)
+    await job.watched(2)
+    assert (job.row.reason, job.row.message) == (None, None)
+    assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
+    assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
+    await job.commit(3, 4)
+    await job.finish()
     assert job.log[4:9] == [*SAVED, "RECOVERING", "rank_lost", "held"]
     assert job.log.count("held") == 1, "once, not at each look"
     assert f"the folder {folder_of(job)} is not there" in job.message("held")
@@ -95,132 +91,107 @@ def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
 
 
 @pytest.mark.parametrize("how", ["dies", "is_lost", "goes_down_with_all"])
-def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
-    async def body():
-        await run_and_lose_all(job)
-        if how == "is_lost":
-            job.ranks[1].lose()
-        elif how == "goes_down_with_all":  # as after `manta down`
-            await job.die_with_control_plane()
-            for agent in list(job.cluster.agents.living.values()):
-                agent.lose()
-            job.cluster.agents.living.clear()
-            job.supervise(None)
-        await job.waited(2)
-        assert (job.row.reason, job.rank_states, job.pids) == ("held", ["exited"] * 4, [None] * 4)
-        fetch_snapshots(job)
-        await job.watched(2)
-        assert all(job.pids)
-        await job.finish()
-
-    story(body)
+async def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how):
+    await run_and_lose_all(job)
+    if how == "is_lost":
+        job.ranks[1].lose()
+    elif how == "goes_down_with_all":  # as after `manta down`
+        await job.die_with_control_plane()
+        for agent in list(job.cluster.agents.living.values()):
+            agent.lose()
+        job.cluster.agents.living.clear()
+        job.supervise(None)
+    await job.waited(2)
+    assert (job.row.reason, job.rank_states, job.pids) == ("held", ["exited"] * 4, [None] * 4)
+    fetch_snapshots(job)
+    await job.watched(2)
+    assert all(job.pids)
+    await job.finish()
 
 
-def test_held_job_is_cancelled_at_once(job, monkeypatch):
+async def test_held_job_is_cancelled_at_once(job, monkeypatch):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
-
-    async def body():
-        await run_and_lose_all(job)
-        await job.waited(1)
-        job.cancel()
-        await job.task
-
-    story(body)
+    await run_and_lose_all(job)
+    await job.waited(1)
+    job.cancel()
+    await job.task
     assert job.log[-3:] == ["held", "CANCELLING", "CANCELLED"]
     assert states(job) == ["complete"], "nobody knows better"
     assert job.cluster.nothing_held
 
 
-def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
+async def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
-
-    async def body():
-        await run_and_lose_all(job)
-        await job.waited(1)
-        job.pause()
-        await job.task
-
-    story(body)
+    await run_and_lose_all(job)
+    await job.waited(1)
+    job.pause()
+    await job.task
     assert (job.row.state, job.row.generation, states(job)) == ("PAUSED", 1, ["complete"])
     assert not job.cluster.agents.living and not job.cluster.groups.held
 
 
-def test_held_job_stays_held_under_the_next_control_plane_without_a_new_event(job):
-    async def body():
-        await run_and_lose_all(job)
-        await job.waited(1)
-        await job.die_with_control_plane()
-        for agent in job.cluster.agents.living.values():
-            agent.lose()
-        job.cluster.agents.living.clear()
-        job.supervise(None)
-        await job.waited(2)
-        fetch_snapshots(job)
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+async def test_held_job_stays_held_under_the_next_control_plane_without_a_new_event(job):
+    await run_and_lose_all(job)
+    await job.waited(1)
+    await job.die_with_control_plane()
+    for agent in job.cluster.agents.living.values():
+        agent.lose()
+    job.cluster.agents.living.clear()
+    job.supervise(None)
+    await job.waited(2)
+    fetch_snapshots(job)
+    await job.watched(2)
+    await job.finish()
     assert job.log.count("held") == 1
     assert job.generations[1][1:] == ("checkpoint", 2)
 
 
-def test_trainer_that_cannot_read_the_checkpoint_is_retried_without_end(two_replicas, cluster):
+async def test_trainer_that_cannot_read_the_checkpoint_is_retried_without_end(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
-
-    async def body():
-        await run_and_lose_all(job)
-        fetch_snapshots(job)
-        for generation in (2, 3, 4, 5):
-            await job.watched(generation)
-            assert job.ranks[0].orders[-1].resume.step == 2
-            job.ranks[0].fail("unreadable_checkpoint", 3, "the checkpoint cannot be read")
-        await job.watched(6)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await run_and_lose_all(job)
+    fetch_snapshots(job)
+    for generation in (2, 3, 4, 5):
+        await job.watched(generation)
+        assert job.ranks[0].orders[-1].resume.step == 2
+        job.ranks[0].fail("unreadable_checkpoint", 3, "the checkpoint cannot be read")
+    await job.watched(6)
+    await job.commit(3)
+    await job.finish()
     assert job.log.count("held") == 1
     assert job.row.state == "SUCCEEDED"
 
 
-def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(job):
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1, 2)
-        await save_unheard(job, 2)
-        folder = folder_of(job)
-        folder.rename(folder.with_name("elsewhere"))
-        folder.symlink_to(folder)  # the system says that it cannot be read
-        job.cluster.agents.memory.clear()
-        for agent in job.ranks:
-            agent.die()
-        await job.waited(3)
-        assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
-        folder.unlink()
-        fetch_snapshots(job)
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+async def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(job):
+    await job.start()
+    await job.watched(1)
+    await job.commit(1, 2)
+    await save_unheard(job, 2)
+    folder = folder_of(job)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to(folder)  # the system says that it cannot be read
+    job.cluster.agents.memory.clear()
+    for agent in job.ranks:
+        agent.die()
+    await job.waited(3)
+    assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
+    folder.unlink()
+    fetch_snapshots(job)
+    await job.watched(2)
+    await job.finish()
     assert job.generations[1][1:] == ("checkpoint", 2)
     assert states(job) == ["complete"]
 
 
-def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, cluster):
+async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
-
-    async def body():
-        await job.start()
-        for generation in (1, 2, 3, 4):
-            await job.watched(generation)
-            job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
-        await job.watched(5)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    for generation in (1, 2, 3, 4):
+        await job.watched(generation)
+        job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
+    await job.watched(5)
+    await job.finish()
     assert job.message("held") == (
         "held until this is possible: the tokens cannot be kept in /cache (No space left on device). "
         f"`manta cancel {job.id}` ends it"
@@ -232,56 +203,46 @@ def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, cluster):
     ("kind", "until"),
     [("unreadable_data", "its data can be read"), ("node_exhausted", "a node has what its ranks need")],
 )
-def test_job_that_a_node_cannot_serve_for_now_is_held_without_end_and_says_why(two_replicas, cluster, kind, until):
+async def test_job_that_a_node_cannot_serve_for_now_is_held_and_says_why(two_replicas, cluster, kind, until):
     job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        for generation in (1, 2, 3, 4):
-            await job.watched(generation)
-            job.ranks[0].fail(kind, 2, why)
-        await job.watched(5)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    for generation in (1, 2, 3, 4):
+        await job.watched(generation)
+        job.ranks[0].fail(kind, 2, why)
+    await job.watched(5)
+    await job.finish()
     assert job.message("held") == f"held until {until}: {why}. `manta cancel {job.id}` ends it"
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
-def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeypatch, trouble):
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        await save(job, 1)
-        folder_of(job).rename(folder_of(job).parent / "elsewhere")
-        if trouble == "an error":
-            monkeypatch.setattr(job.supervisor._job.folder_reader, "list", None)
-        await job.finish()
-
-    story(body)
+async def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeypatch, trouble):
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    await save(job, 1)
+    folder_of(job).rename(folder_of(job).parent / "elsewhere")
+    if trouble == "an error":
+        monkeypatch.setattr(job.supervisor._job.folder_reader, "list", None)
+    await job.finish()
     assert (job.row.state, states(job)) == ("SUCCEEDED", ["complete"])
 
 
-def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        job.cluster.agents.memory.clear()
-        for agent in job.ranks:
-            agent.die()
-        await job.watched(2)
-        await job.commit(1, 2)
-        job.ranks[1].die()
-        await job.watched(3)
-        assert {agent.orders[-1].resume.began for agent in job.ranks} == {2}, "its state is that of generation 2"
-        await job.finish()
-
-    story(body)
+async def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.cluster.agents.memory.clear()
+    for agent in job.ranks:
+        agent.die()
+    await job.watched(2)
+    await job.commit(1, 2)
+    job.ranks[1].die()
+    await job.watched(3)
+    assert {agent.orders[-1].resume.began for agent in job.ranks} == {2}, "its state is that of generation 2"
+    await job.finish()
     assert [life[1:] for life in job.generations[1:]] == [("start", 0), ("snapshot", 2)]
     assert "held" not in job.log
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import pytest
 
@@ -10,20 +11,17 @@ from manta.service.cluster.sizes import resized
 from manta.service.job import hangs_and_stragglers, launch
 from manta.service.job.actions import Launch, launch_after
 from manta.service.job.context import JobContext
-from manta.service.job.incident import Incident
 from manta.service.job.launch import (
     CommonOrder,
     LaunchFailed,
-    RepairOverGroups,
     finish_launch,
     launch_generation,
     order_for,
     watch_generation,
 )
-from manta.service.recovery.budgets import PastFailure
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
-from manta.service.store import events, generations, ranks
+from manta.service.store import events, generations, jobs, ranks
 from manta.workers.protocol.messages import AgentDescription, Resume
 from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.control_planes import start_training
@@ -66,14 +64,12 @@ def test_launch_order_of_a_gpu_rank_allows_in_place_rest_only_after_a_repair_tes
     at = AgentDescription("host", "127.0.0.1", 1, "one", devices=("3",))
     order = order_for(job, 0, at, CommonOrder(1, job.submitted))
     assert (order.device, order.in_place, order.peak_flops) == ("cuda:0", False, None)
-    asked = {
-        repair: order_for(job, 0, at, CommonOrder(1, job.submitted, repair=repair))
-        for repair in (RepairOverGroups(), RepairOverGroups(is_tried=True), RepairOverGroups(works=True))
-    }
-    assert [(order.in_place, order.tries_repair) for order in asked.values()] == [
+    known = ({}, {"tries_repair": True}, {"repair_works": True})
+    asked = [order_for(job, 0, at, CommonOrder(1, job.submitted, **each)) for each in known]
+    assert [(order.in_place, order.tries_repair) for order in asked] == [
         (False, False), (False, True), (True, False)
     ]  # fmt: skip
-    tries = CommonOrder(1, job.submitted, repair=RepairOverGroups(True))
+    tries = CommonOrder(1, job.submitted, tries_repair=True)
     on_slot = order_for(job, 0, dataclasses.replace(at, devices=()), tries)
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
@@ -106,12 +102,9 @@ def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passe
     assert said == [(True, False), (False, False), (False, True)]
 
 
-def test_launch_records_where_each_rank_runs(job, cluster):
-    async def body():
-        running = await launch_generation(job, Launch("submitted", counts=False))
-        await running.close()
-
-    story(body)
+async def test_launch_records_where_each_rank_runs(job, cluster):
+    running = await launch_generation(job, Launch("submitted", counts=False))
+    await running.close()
     rows = read(job, lambda s: ranks.of_job(s, job.id))
     assert [(row.rank, row.tensor, row.data, row.node) for row in rows] == [
         (0, 0, 0, "one"), (1, 1, 0, "one"), (2, 0, 1, "two"), (3, 1, 1, "two")
@@ -192,7 +185,7 @@ def test_thread_count_of_a_job_stays_after_relaunch_and_resize(with_cores, clust
     assert threads_launched(job) == [8]
     next_one = JobContext.of(job.record.store, job.cluster, asyncio.run(job.record.job()))
     assert next_one.gang.threads == 8
-    assert asyncio.run(next_one.record.decide_threads(2)) == 8
+    assert asyncio.run(next_one.record.write(partial(jobs.decide_threads, job_id=job.id, threads=2))) == 8
     larger = resized(job.submitted, 2)  # as a resize makes it, from what was submitted
     at = job.gang.agents[0].description
     assert order_for(job, 0, at, CommonOrder(3, larger)).spec["resources"]["threads"] == 8
@@ -202,14 +195,10 @@ def test_ranks_on_gpus_compute_with_one_thread_as_before(with_cores):
     assert threads_launched(with_cores(64, devices=("0",))) == [1]
 
 
-def test_launch_orders_include_earlier_roll_backs(job):
+async def test_launch_orders_include_earlier_roll_backs(job):
     undone = {"step": 4, "samples": [1, 2]}
     job.record.store.write(lambda s: events.append(s, job.id, "rolled_back", "step 4 was undone", data=undone))
-
-    async def body():
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
-
-    story(body)
+    await (await launch_generation(job, Launch("submitted", counts=False))).close()
     assert [agent.orders[-1].roll_backs for agent in job.gang.agents] == [(undone,)] * 4
 
 
@@ -243,98 +232,72 @@ def test_launch_without_snapshots_begins_no_backups(store, submit, cluster, monk
     asyncio.run(launch._begin_backups(job, {0: AgentDescription("a", "10.0.0.1", 1, "n1")}, 6))
 
 
-def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
+async def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
     def given():
         return {agent.orders[-1].secret for agent in job.gang.agents}
 
-    async def body():
-        secrets = []
-        for _ in range(2):
-            await (await launch_generation(job, Launch("submitted", counts=False))).close()
-            (secret,) = given()
-            assert len(bytes.fromhex(secret)) == 32
-            secrets.append(secret)
-        assert secrets[0] != secrets[1]
-
-    story(body)
+    secrets = []
+    for _ in range(2):
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+        (secret,) = given()
+        assert len(bytes.fromhex(secret)) == 32
+        secrets.append(secret)
+    assert secrets[0] != secrets[1]
 
 
-def test_order_says_with_which_generation_the_state_began(job):
-    async def body():
-        began = []
-        for _ in range(2):
-            await (await launch_generation(job, Launch("submitted", counts=False))).close()
-            (order, *_) = [agent.orders[-1] for agent in job.gang.agents]
-            began.append((order.generation, order.resume.source, order.resume.began))
-            for agent in job.gang.agents:
-                agent.steps = [3]
-        assert began == [(1, "start", 0), (2, "snapshot", 1)]
-
-    story(body)
+async def test_order_says_with_which_generation_the_state_began(job):
+    began = []
+    for _ in range(2):
+        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+        (order, *_) = [agent.orders[-1] for agent in job.gang.agents]
+        began.append((order.generation, order.resume.source, order.resume.began))
+        for agent in job.gang.agents:
+            agent.steps = [3]
+    assert began == [(1, "start", 0), (2, "snapshot", 1)]
 
 
-def test_launch_on_one_machine_uses_a_loopback_store(store, submit, tmp_path):
+async def test_launch_on_one_machine_uses_a_loopback_store(store, submit, tmp_path):
     cluster = FakeCluster(tmp_path, one=4)
     context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
-
-    async def body():
-        await context.gang.place(1, context.submitted, ())
-        await (await launch_generation(context, Launch("submitted", counts=False))).close()
-
-    story(body)
+    await context.gang.place(1, context.submitted, ())
+    await (await launch_generation(context, Launch("submitted", counts=False))).close()
     assert cluster.daemons._daemon("one").stores == [(context.id, 1, True)]
 
 
-def test_launch_fails_before_it_begins_if_an_agent_does_not_describe_itself(job):
+async def test_launch_fails_before_it_begins_if_an_agent_does_not_describe_itself(job):
     job.gang.agents[2].lose()
-
-    async def body():
-        with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
-            await launch_generation(job, Launch("submitted", counts=False))
-        assert list(caught.value.unresponsive) == [2]
-
-    story(body)
+    with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
+        await launch_generation(job, Launch("submitted", counts=False))
+    assert list(caught.value.unresponsive) == [2]
     assert read(job, lambda s: generations.of_job(s, job.id)) == []
     assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
 
 
-def test_launch_needs_no_ray_call_if_the_daemon_answered_before(job, cluster, monkeypatch):
+async def test_launch_needs_no_ray_call_if_the_daemon_answered_before(job, cluster, monkeypatch):
     async def away():
         raise ClusterUnavailable(TimeoutError("no answer"))
 
     monkeypatch.setattr(cluster.daemons, "ensure", away)
-
-    async def body():
-        with pytest.raises(ClusterUnavailable):
-            await launch_generation(job, Launch("submitted", counts=False))
-        cluster.daemons.remembered.add("one")
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
-
-    story(body)
+    with pytest.raises(ClusterUnavailable):
+        await launch_generation(job, Launch("submitted", counts=False))
+    cluster.daemons.remembered.add("one")
+    await (await launch_generation(job, Launch("submitted", counts=False))).close()
     assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)]
 
 
-def test_daemon_that_does_not_answer_fails_the_ranks_on_its_node(job, cluster):
+async def test_daemon_that_does_not_answer_fails_the_ranks_on_its_node(job, cluster):
     cluster.daemons.silent.add("one")
-
-    async def body():
-        with pytest.raises(LaunchFailed, match=r"rank 0 and 1 others .*the daemon of node one does not answer"):
-            await launch_generation(job, Launch("submitted", counts=False))
-
-    story(body)
+    with pytest.raises(LaunchFailed, match=r"rank 0 and 1 others .*the daemon of node one does not answer"):
+        await launch_generation(job, Launch("submitted", counts=False))
 
 
-def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job):
+async def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job):
     job.gang.agents[1].refuse("launch", "no")
-
-    async def body():
-        running = await launch_generation(job, Launch("submitted", counts=False))
-        assert [(death.rank, death.kind, death.message) for death in running.deaths] == [
-            (1, "agent_lost", "could not be launched (no)")
-        ]
-        await running.close()
-
-    story(body)
+    running = await launch_generation(job, Launch("submitted", counts=False))
+    assert [(death.rank, death.kind, death.message) for death in running.deaths] == [
+        (1, "agent_lost", "could not be launched (no)")
+    ]
+    await running.close()
     assert [row.state for row in read(job, lambda s: ranks.of_job(s, job.id))] == [
         "running",
         "exited",
@@ -344,58 +307,46 @@ def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job):
     assert all(agent.backs_up_to is None for agent in job.gang.agents)
 
 
-def test_takeover_of_a_generation_finds_a_rank_that_already_hangs(job, monkeypatch):
+async def test_takeover_of_a_generation_finds_a_rank_that_already_hangs(job, monkeypatch):
     """The report that it does may have gone to the control plane before."""
     monkeypatch.setattr(hangs_and_stragglers, "CONFIRM_SECONDS", 0.0)
     hung = job.gang.agents[2]
     for agent in job.gang.agents:
         agent.generation, agent.status = 1, TrainerStatus(100, overdue=agent is hung)
-
-    async def body():
-        running = watch_generation(job, 1, 0, taken_over=True)
-        await reached(lambda: hung.kills)
-        await running.close()
-
-    story(body)
+    running = watch_generation(job, 1, 0, taken_over=True)
+    await reached(lambda: hung.kills)
+    await running.close()
     assert [reason.kind for _, reason, _ in hung.kills] == ["hung"]
 
 
-def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generation(store, submit, cluster):
+async def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_generation(store, submit, cluster):
     spec = {"parallel": {"tensor": 2, "data": 2}, "recovery": {"stragglers": "replace"}}
     job = JobContext.of(store, cluster, submit(**spec))
-
-    async def body():
-        await job.gang.place(1, job.submitted, ())
-        agents = job.gang.agents
-        for generation in (1, 2):
-            running = watch_generation(job, generation, 0)
-            for agent in agents:
-                agent.generation, agent.status = generation, TrainerStatus(100, overdue=False)
-            for straggler in (1, 1 + generation):
-                agents[0].event("straggler", 1, straggler=straggler)
-            await reached(lambda second=agents[1 + generation]: second.kills)
-            await running.close()
-        assert [len(agent.kills) for agent in agents] == [0, 1, 1, 1]
-
-    story(body)
+    await job.gang.place(1, job.submitted, ())
+    agents = job.gang.agents
+    for generation in (1, 2):
+        running = watch_generation(job, generation, 0)
+        for agent in agents:
+            agent.generation, agent.status = generation, TrainerStatus(100, overdue=False)
+        for straggler in (1, 1 + generation):
+            agents[0].event("straggler", 1, straggler=straggler)
+        await reached(lambda second=agents[1 + generation]: second.kills)
+        await running.close()
+    assert [len(agent.kills) for agent in agents] == [0, 1, 1, 1]
 
 
-def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
+async def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
     async def broken(*arguments):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(job.record, "launched", broken)
-
-    async def body():
-        with pytest.raises(OSError, match="disk"):
-            await launch_generation(job, Launch("submitted", counts=False))
-        assert len(asyncio.all_tasks()) == 1
-
-    story(body)
+    with pytest.raises(OSError, match="disk"):
+        await launch_generation(job, Launch("submitted", counts=False))
+    assert len(asyncio.all_tasks()) == 1
     assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
 
 
-def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):
+async def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):
     launched, steps_before = job.record.launched, []
 
     async def launched_late(*arguments):
@@ -406,14 +357,10 @@ def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):
     monkeypatch.setattr(job.record, "launched", launched_late)
     for agent in job.gang.agents:
         agent.on_launch = start_training
-
-    async def body():
-        running = await launch_generation(job, Launch("submitted", counts=False))
-        while (await job.record.job()).step < 1:
-            await asyncio.sleep(0.01)
-        await running.close()
-
-    story(body)
+    running = await launch_generation(job, Launch("submitted", counts=False))
+    while (await job.record.job()).step < 1:
+        await asyncio.sleep(0.01)
+    await running.close()
     assert steps_before == [0]
 
 

@@ -50,101 +50,83 @@ async def gone(job):
     await job.task
 
 
-def test_paused_job_holds_only_its_snapshots_and_resumes_from_them(job, cluster):
-    async def body():
-        await up(job, 1, 2)
-        save_checkpoint(job, 2)
-        job.pause()
-        await gone(job)
-        assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
-        assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` continues it"
-        assert not cluster.agents.living and not cluster.groups.held
-        assert job.rank_states == ["exited"] * 4
-        assert all(cluster.agents.memory["one"].values())
-        await job.resume()
-        await job.watched(2)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+async def test_paused_job_holds_only_its_snapshots_and_resumes_from_them(job, cluster):
+    await up(job, 1, 2)
+    save_checkpoint(job, 2)
+    job.pause()
+    await gone(job)
+    assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
+    assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` continues it"
+    assert not cluster.agents.living and not cluster.groups.held
+    assert job.rank_states == ["exited"] * 4
+    assert all(cluster.agents.memory["one"].values())
+    await job.resume()
+    await job.watched(2)
+    await job.commit(3)
+    await job.finish()
     assert job.log == [*UP, "PAUSING", "PAUSED", *AGAIN, "SUCCEEDED"]
     assert job.generations[1] == ("resumed by the user", "snapshot", 2)
     assert (job.row.restarts, job.recoveries) == (0, [])
     assert cluster.nothing_held
 
 
-def test_memory_that_is_lost_in_the_pause_is_made_up_for_by_the_checkpoint(job, cluster):
-    async def body():
-        await up(job, 1, 2)
-        save_checkpoint(job, 2)
-        job.pause()
-        await gone(job)
-        cluster.agents.memory.clear()
-        await job.resume()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+async def test_memory_that_is_lost_in_the_pause_is_made_up_for_by_the_checkpoint(job, cluster):
+    await up(job, 1, 2)
+    save_checkpoint(job, 2)
+    job.pause()
+    await gone(job)
+    cluster.agents.memory.clear()
+    await job.resume()
+    await job.watched(2)
+    await job.finish()
     assert job.generations[1] == ("resumed by the user", "checkpoint", 2)
 
 
-def test_pause_asks_one_agent_after_another_until_one_accepts(job, cluster):
-    async def body():
-        await up(job, 1)
-        for agent in job.ranks:
-            agent.refuse("tell save_and_end", "cannot do that now")
-        job.pause()
-        await asyncio.sleep(0.05)
-        assert job.row.state == "PAUSING"
-        job.ranks[3]._refused.clear()
-        await gone(job)
-        assert [agent.asked_to_save for agent in cluster.agents.ended] == [[], [], [], [1]]
-
-    story(body)
+async def test_pause_asks_one_agent_after_another_until_one_accepts(job, cluster):
+    await up(job, 1)
+    for agent in job.ranks:
+        agent.refuse("tell save_and_end", "cannot do that now")
+    job.pause()
+    await asyncio.sleep(0.05)
+    assert job.row.state == "PAUSING"
+    job.ranks[3]._refused.clear()
+    await gone(job)
+    assert [agent.asked_to_save for agent in cluster.agents.ended] == [[], [], [], [1]]
     assert job.row.state == "PAUSED"
 
 
-def test_pause_reports_steps_that_are_on_no_checkpoint(job):
-    async def body():
-        await up(job, 1, 2)
-        for step in (1, 2):
-            save_checkpoint(job, step)
-        await job.commit(3)
-        job.pause()
-        await gone(job)
-
-    story(body)
+async def test_pause_reports_steps_that_are_on_no_checkpoint(job):
+    await up(job, 1, 2)
+    for step in (1, 2):
+        save_checkpoint(job, step)
+    await job.commit(3)
+    job.pause()
+    await gone(job)
     assert job.log == [*UP, *PAUSED]
     assert job.message("not_saved").startswith(
         "the state of step 3 is in memory alone, the newest checkpoint is of step 2"
     )
 
 
-def test_pause_and_resume_are_no_restart_despite_clock_differences(job):
+async def test_pause_and_resume_are_no_restart_despite_clock_differences(job):
     def shift(session):
         generations.of_job(session, job.id)[-1].started_at += 3600.0  # by a clock that is fast, or was set back since
 
-    async def body():
-        await up(job, 1)
-        job.pause()
-        await gone(job)
-        job.store.write(shift)
-        await job.resume()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+    await up(job, 1)
+    job.pause()
+    await gone(job)
+    job.store.write(shift)
+    await job.resume()
+    await job.watched(2)
+    await job.finish()
     assert job.generations[1] == ("resumed by the user", "snapshot", 1)
     assert job.row.restarts == 0
 
 
-def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
-    async def body():
-        await up(job, 1, 2)
-        job.pause()
-        await gone(job)
-
-    story(body)
+async def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
+    await up(job, 1, 2)
+    job.pause()
+    await gone(job)
     assert job.message("not_saved") == (
         "the state of step 2 is in memory alone, there is no checkpoint: what its nodes lose is done again"
     )
@@ -165,149 +147,124 @@ def test_pause_without_snapshots_says_that_the_unsaved_state_is_lost(saved, newe
     assert said == f"the state of step 9 is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
 
 
-def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
-    async def body():
-        await up(job, 1)
+async def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
+    await up(job, 1)
 
-        async def unreadable(folder, *_):
-            raise OSError("Input/output error")
+    async def unreadable(folder, *_):
+        raise OSError("Input/output error")
 
-        job.supervisor._job.folder_reader.list = unreadable
-        job.pause()
-        await gone(job)
-
-    story(body)
+    job.supervisor._job.folder_reader.list = unreadable
+    job.pause()
+    await gone(job)
     assert job.log == [*UP, "PAUSING", "PAUSED"], "nothing is said of what is not known"
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
-    async def body():
-        await up(job, 1, 2)
-        save_checkpoint(job, 1)
-        path = checkpoint_path(job.cluster.paths.checkpoint_folder(job.id), 2, 1)
-        job.store.write(lambda s: checkpoints.begin(s, job.id, 1, 2, str(path)))
+async def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
+    await up(job, 1, 2)
+    save_checkpoint(job, 1)
+    path = checkpoint_path(job.cluster.paths.checkpoint_folder(job.id), 2, 1)
+    job.store.write(lambda s: checkpoints.begin(s, job.id, 1, 2, str(path)))
 
-        async def silent(folder, *_):
-            return Listing(folder, problem="no answer")
+    async def silent(folder, *_):
+        return Listing(folder, problem="no answer")
 
-        job.supervisor._job.folder_reader.list = silent
-        job.pause()
-        await gone(job)
-
-    story(body)
+    job.supervisor._job.folder_reader.list = silent
+    job.pause()
+    await gone(job)
     assert job.message("not_saved").endswith("the newest checkpoint is of step 1: what its nodes lose is done again")
 
 
 @pytest.mark.parametrize("died", ["rank", "agent"])
-def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(job, cluster, died):
-    async def body():
-        await up(job, 1)
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
-        job.pause()
-        await job.cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
-        lost = job.ranks[1]
-        if died == "rank":
-            lost.die()
-        else:
-            lost.lose()
-            del cluster.agents.living[lost.name]
-        await cluster.agents.until(lambda: len(job.ranks[0].orders) == 2)
-        for agent in job.ranks:
-            agent.save_and_exit()
-        await gone(job)
-
-    story(body)
+async def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(job, cluster, died):
+    await up(job, 1)
+    for agent in job.ranks:
+        agent.on_save = lambda agent: None
+    job.pause()
+    await job.cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+    lost = job.ranks[1]
+    if died == "rank":
+        lost.die()
+    else:
+        lost.lose()
+        del cluster.agents.living[lost.name]
+    await cluster.agents.until(lambda: len(job.ranks[0].orders) == 2)
+    for agent in job.ranks:
+        agent.save_and_exit()
+    await gone(job)
     assert job.log[:6] == [*UP, "PAUSING", "rank_lost"]
     assert job.log[-2:] == ["not_saved", "PAUSED"]
     assert (job.row.generation, job.row.restarts) == (2, 1)
 
 
-def test_pause_recovers_a_rank_lost_after_others_have_saved(job, cluster):
-    async def body():
-        await up(job, 1)
-        job.ranks[0].on_save = lambda agent: [each.save_and_exit() for each in job.ranks[:3]]
-        for agent in job.ranks[1:]:
-            agent.on_save = lambda agent: None
-        job.pause()
-        await cluster.agents.until(lambda: job.ranks[3].asked_to_save == [1])
-        for agent in job.ranks:
-            agent.on_save = lambda agent: [each.save_and_exit() for each in job.ranks if each.running]
-        job.ranks[3].die()
-        await gone(job)
-
-    story(body)
+async def test_pause_recovers_a_rank_lost_after_others_have_saved(job, cluster):
+    await up(job, 1)
+    job.ranks[0].on_save = lambda agent: [each.save_and_exit() for each in job.ranks[:3]]
+    for agent in job.ranks[1:]:
+        agent.on_save = lambda agent: None
+    job.pause()
+    await cluster.agents.until(lambda: job.ranks[3].asked_to_save == [1])
+    for agent in job.ranks:
+        agent.on_save = lambda agent: [each.save_and_exit() for each in job.ranks if each.running]
+    job.ranks[3].die()
+    await gone(job)
     assert job.log[-1] == "PAUSED"
     assert job.row.generation == 2
 
 
-def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
-    async def body():
-        await job.store.write_async(job._place)
-        await cluster.groups.acquire(job.id, 1, job.spec.layout, "manta_slot")
-        job.store.write(lambda s: jobs.transition(s, job.id, JobState.PAUSING))
-        job.supervise(1)
-        await gone(job)
-
-    story(body)
+async def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
+    await job.store.write_async(job._place)
+    await cluster.groups.acquire(job.id, 1, job.spec.layout, "manta_slot")
+    job.store.write(lambda s: jobs.transition(s, job.id, JobState.PAUSING))
+    job.supervise(1)
+    await gone(job)
     assert job.log == ["STARTING", "PAUSING", "PAUSED"]
     assert not cluster.agents.ended, "none was started"
     assert cluster.nothing_held
 
 
-def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, monkeypatch):
+async def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
-
-    async def body():
-        await up(job, 1, 2)
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
-        job.pause()
-        await gone(job)
-
-    story(body)
+    await up(job, 1, 2)
+    for agent in job.ranks:
+        agent.on_save = lambda agent: None
+    job.pause()
+    await gone(job)
     assert job.log == [*UP, *PAUSED]
     assert all(steps == [1, 2] for steps in job.cluster.agents.memory["one"].values())
 
 
-def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
+async def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
     def refuse():
         raise NotPlaced("there is no room")
 
-    async def body():
-        await up(job, 1)
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
-        job.pause()
-        await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
-        cluster.groups.refuse = refuse
-        for agent in list(job.ranks):
-            agent.lose()
-            del cluster.agents.living[agent.name]
-        await gone(job)
-
-    story(body)
+    await up(job, 1)
+    for agent in job.ranks:
+        agent.on_save = lambda agent: None
+    job.pause()
+    await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+    cluster.groups.refuse = refuse
+    for agent in list(job.ranks):
+        agent.lose()
+        del cluster.agents.living[agent.name]
+    await gone(job)
     assert (job.row.state, job.row.reason, job.row.message) == ("PAUSED", "paused_by_user", "there is no room")
     assert job.log[-1] == "PAUSED"
 
 
-def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
-    async def body():
-        await up(job, 1)
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
-        job.pause()
-        await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
-        await job.finish()
-
-    story(body)
+async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
+    await up(job, 1)
+    for agent in job.ranks:
+        agent.on_save = lambda agent: None
+    job.pause()
+    await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
+    await job.finish()
     assert job.log == [*UP, "PAUSING", "SUCCEEDED"]
     assert cluster.nothing_held
 
 
 @pytest.mark.parametrize("when", ["saving", "leaving"])
-def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
+async def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
     release = cluster.release
 
     async def cancelled_release(*arguments, **options):
@@ -315,55 +272,49 @@ def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
         await release(*arguments, **options)
         job.cancel()
 
-    async def body():
-        await up(job, 1)
-        if when == "saving":
-            for agent in job.ranks:
-                agent.on_save = lambda agent: None
-        else:
-            monkeypatch.setattr(cluster, "release", cancelled_release)
-        job.pause()
-        if when == "saving":
-            job.cancel()
-        await gone(job)
-
-    story(body)
+    await up(job, 1)
+    if when == "saving":
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+    else:
+        monkeypatch.setattr(cluster, "release", cancelled_release)
+    job.pause()
+    if when == "saving":
+        job.cancel()
+    await gone(job)
     assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
 @pytest.mark.parametrize("at", ["asked", "noted", "released"])
-def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkeypatch, at):
-    async def body():
-        await up(job, 1)
-        if at == "asked":
-            for agent in job.ranks:
-                agent.on_save = lambda agent: None
-        held, release = asyncio.Event(), cluster.release
+async def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkeypatch, at):
+    await up(job, 1)
+    if at == "asked":
+        for agent in job.ranks:
+            agent.on_save = lambda agent: None
+    held, release = asyncio.Event(), cluster.release
 
-        async def stuck(*arguments, **options):
-            if at == "released":
-                await release(*arguments, **options)
-            held.set()
-            await asyncio.Event().wait()
+    async def stuck(*arguments, **options):
+        if at == "released":
+            await release(*arguments, **options)
+        held.set()
+        await asyncio.Event().wait()
 
-        if at != "asked":
-            monkeypatch.setattr(cluster, "release", stuck)
-        job.pause()
-        await (held.wait() if at != "asked" else cluster.agents.until(lambda: bool(job.ranks[0].asked_to_save)))
-        await job.die_with_control_plane()
-        monkeypatch.setattr(cluster, "release", release)
-        if at == "asked":
-            for agent in cluster.agents.living.values():
-                agent.save_and_exit()
-        job.supervise(None)
-        await gone(job)
-        assert job.row.state == "PAUSED"
-        await job.resume()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+    if at != "asked":
+        monkeypatch.setattr(cluster, "release", stuck)
+    job.pause()
+    await (held.wait() if at != "asked" else cluster.agents.until(lambda: bool(job.ranks[0].asked_to_save)))
+    await job.die_with_control_plane()
+    monkeypatch.setattr(cluster, "release", release)
+    if at == "asked":
+        for agent in cluster.agents.living.values():
+            agent.save_and_exit()
+    job.supervise(None)
+    await gone(job)
+    assert job.row.state == "PAUSED"
+    await job.resume()
+    await job.watched(2)
+    await job.finish()
     assert [kind for kind in job.log if kind in ("PAUSING", "PAUSED")] == ["PAUSING", "PAUSED"]
     assert job.generations[1] == ("resumed by the user", "snapshot", 1)
     assert job.row.restarts == 0
@@ -396,29 +347,26 @@ def test_pause_abandons_a_prepared_resize(two_replicas, cluster):
     assert not cluster.agents.living and not cluster.groups.held
 
 
-def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_again(two_replicas, cluster):
+async def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_again(two_replicas, cluster):
     job = two_replicas(cluster, max_duration=1000.0)
 
     def make_older(session):
         for change in jobs.states_over_time(session, job.id):
             change.time -= 1000.0
 
-    async def body():
-        await up(job, 1, 2)
-        save_checkpoint(job, 2)
-        await job.die_with_control_plane()
-        for agent in cluster.agents.living.values():
-            agent.on_save = FakeAgent.save_and_exit
-        job.store.write(make_older)
-        job.supervise(None)
-        await gone(job)
-        assert not cluster.agents.living and all(cluster.agents.memory["one"].values())
-        job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
-        await job.start()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+    await up(job, 1, 2)
+    save_checkpoint(job, 2)
+    await job.die_with_control_plane()
+    for agent in cluster.agents.living.values():
+        agent.on_save = FakeAgent.save_and_exit
+    job.store.write(make_older)
+    job.supervise(None)
+    await gone(job)
+    assert not cluster.agents.living and all(cluster.agents.memory["one"].values())
+    job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
+    await job.start()
+    await job.watched(2)
+    await job.finish()
     assert job.log[:7] == [*UP, "adopted", "FAILED", "memory_kept"]
     (said,) = [event.message for event in job.events if event.data and event.data.get("reason") == "max_duration"]
     assert said.endswith(
@@ -428,7 +376,7 @@ def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_long_aga
     assert job.row.state == "SUCCEEDED"
 
 
-def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, cluster, monkeypatch):
+async def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, cluster, monkeypatch):
     job = two_replicas(cluster, max_duration=0.0001)
     start = cluster.agents.start
 
@@ -436,12 +384,9 @@ def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_replicas, c
         await job.inbox.wait(*LEAVE)
         return await start(*arguments)
 
-    async def body():
-        monkeypatch.setattr(cluster.agents, "start", start_when_time_is_up)
-        await job.start()
-        await gone(job)
-
-    story(body)
+    monkeypatch.setattr(cluster.agents, "start", start_when_time_is_up)
+    await job.start()
+    await gone(job)
     assert (job.row.state, job.row.reason) == ("FAILED", "max_duration")
     assert cluster.nothing_held
 

@@ -79,56 +79,45 @@ async def placed_on(job, *nodes):
     await job.watched(2)
 
 
-def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, cluster):
-    async def body():
-        await up(job, 1, 2, saved=[2])
-        drain(job, 10.0)
-        await job.task
-        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-        assert (
-            job.row.message == "its nodes are being drained and there is no room elsewhere; it continues when there is"
-        )
-        assert not cluster.agents.living and not cluster.groups.held
-        assert job.rank_states == ["exited"] * 4
-        assert all(all(memory.values()) for memory in cluster.agents.memory.values())
-        await placed_on(job, "three", "four")
-        assert {agent.node for agent in job.ranks} == {"three", "four"}
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, cluster):
+    await up(job, 1, 2, saved=[2])
+    drain(job, 10.0)
+    await job.task
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+    assert job.row.message == "its nodes are being drained and there is no room elsewhere; it continues when there is"
+    assert not cluster.agents.living and not cluster.groups.held
+    assert job.rank_states == ["exited"] * 4
+    assert all(all(memory.values()) for memory in cluster.agents.memory.values())
+    await placed_on(job, "three", "four")
+    assert {agent.node for agent in job.ranks} == {"three", "four"}
+    await job.commit(3)
+    await job.finish()
     assert job.log == [*UP, *NOTICED, *LEFT, *AGAIN, "SUCCEEDED"]
     assert job.generations[1] == (CAUSE, "snapshot", 2), "the nodes that it has left may still be there"
     assert (job.row.restarts, job.recoveries) == (0, [])
     assert cluster.nothing_held
 
 
-def test_drained_job_whose_old_nodes_are_gone_resumes_from_its_checkpoint(job, cluster):
-    async def body():
-        await up(job, 1, 2, saved=[2])
-        drain(job, 10.0)
-        await job.task
-        for node in ("one", "two"):
-            cluster.lose_node(node)
-        await placed_on(job, "three", "four")
-        await job.finish()
-
-    story(body)
+async def test_drained_job_whose_old_nodes_are_gone_resumes_from_its_checkpoint(job, cluster):
+    await up(job, 1, 2, saved=[2])
+    drain(job, 10.0)
+    await job.task
+    for node in ("one", "two"):
+        cluster.lose_node(node)
+    await placed_on(job, "three", "four")
+    await job.finish()
     assert job.generations[1] == (CAUSE, "checkpoint", 2)
     assert job.row.restarts == 0
 
 
-def test_drained_job_waits_for_room_while_there_is_time_to_save(job, cluster):
-    async def body():
-        await up(job, 1, saved=[1])
-        drain(job, LATER)
-        await reached(lambda: "drain_waiting" in job.log)
-        await job.commit(2)
-        assert not any(agent.asked_to_save for agent in job.ranks)
-        cluster.nodes.drain("two", 5.0)  # the same notice again, and less time
-        await job.task
-
-    story(body)
+async def test_drained_job_waits_for_room_while_there_is_time_to_save(job, cluster):
+    await up(job, 1, saved=[1])
+    drain(job, LATER)
+    await reached(lambda: "drain_waiting" in job.log)
+    await job.commit(2)
+    assert not any(agent.asked_to_save for agent in job.ranks)
+    cluster.nodes.drain("two", 5.0)  # the same notice again, and less time
+    await job.task
     assert job.row.state == "QUEUED"
     said = job.message("drain_waiting")
     assert said.startswith("there is no room elsewhere; it stays until there is, or for 35")
@@ -136,39 +125,30 @@ def test_drained_job_waits_for_room_while_there_is_time_to_save(job, cluster):
     assert job.log == [*UP, *NOTICED, "drain_waiting", "RESIZING", "not_saved", "QUEUED"]
 
 
-def test_job_stays_on_a_drained_node_without_a_deadline(job, cluster):
-    async def body():
-        await up(job, 1)
-        drain(job, None)
-        await reached(lambda: "drain_waiting" in job.log)
-        await job.finish()
-
-    story(body)
+async def test_job_stays_on_a_drained_node_without_a_deadline(job, cluster):
+    await up(job, 1)
+    drain(job, None)
+    await reached(lambda: "drain_waiting" in job.log)
+    await job.finish()
     assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
     assert job.message("node_draining") == "node two is being drained; 2 ranks are there"
     assert job.message("drain_waiting") == "there is no room elsewhere; it stays until there is, or until the end"
 
 
-def test_job_ignores_the_deadline_of_a_node_it_does_not_use(job, cluster):
-    async def body():
-        await up(job, 1)
-        cluster.nodes.drain("of others", 1.0)
-        drain(job, LATER)
-        await reached(lambda: "drain_waiting" in job.log)
-        await job.finish()
-
-    story(body)
+async def test_job_ignores_the_deadline_of_a_node_it_does_not_use(job, cluster):
+    await up(job, 1)
+    cluster.nodes.drain("of others", 1.0)
+    drain(job, LATER)
+    await reached(lambda: "drain_waiting" in job.log)
+    await job.finish()
     assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
 
 
-def test_job_of_fixed_size_leaves_both_nodes_when_one_is_drained(job, cluster):
-    async def body():
-        await up(job, 1)
-        drain(job, SOON, "two")
-        await job.task
-        assert not cluster.groups.held, "its other node is free for others"
-
-    story(body)
+async def test_job_of_fixed_size_leaves_both_nodes_when_one_is_drained(job, cluster):
+    await up(job, 1)
+    drain(job, SOON, "two")
+    await job.task
+    assert not cluster.groups.held, "its other node is free for others"
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
@@ -194,67 +174,54 @@ def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tm
     assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
 
 
-def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):
-    async def body():
-        await up(job, 1, saved=[1])
-        none_saves(job)
-        drain(job, SOON)
-        await asked(job)
-        job.ranks[1].die()
-        await cluster.agents.until(lambda: job.ranks[0].asked_to_save == [1, 2])
-        await job.commit(2)
-        all_save(cluster)
-        await job.task
-
-    story(body)
+async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):
+    await up(job, 1, saved=[1])
+    none_saves(job)
+    drain(job, SOON)
+    await asked(job)
+    job.ranks[1].die()
+    await cluster.agents.until(lambda: job.ranks[0].asked_to_save == [1, 2])
+    await job.commit(2)
+    all_save(cluster)
+    await job.task
     assert [kind for kind in job.log if kind.isupper()] == [
         "STARTING", "RUNNING", "RESIZING", "RECOVERING", "RESIZING", "RUNNING", "RESIZING", "QUEUED"
     ]  # fmt: skip
     assert (job.row.reason, job.row.generation, job.row.restarts) == ("nodes_to_be_left", 2, 1)
 
 
-def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cluster):
-    async def body():
-        await up(job, 1, 2, saved=[1])
-        none_saves(job)
-        drain(job, SOON)
-        await asked(job)
-        for node in ("one", "two"):
-            cluster.lose_node(node)
-            job.supervisor.tell(NodeLost(node, "its time was up"))
-        await job.task
-        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-        await placed_on(job, "three", "four")
-        await job.finish()
-
-    story(body)
+async def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cluster):
+    await up(job, 1, 2, saved=[1])
+    none_saves(job)
+    drain(job, SOON)
+    await asked(job)
+    for node in ("one", "two"):
+        cluster.lose_node(node)
+        job.supervisor.tell(NodeLost(node, "its time was up"))
+    await job.task
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+    await placed_on(job, "three", "four")
+    await job.finish()
     assert "not_saved" in job.log
     assert job.generations[1][1:] == ("checkpoint", 1)
 
 
-def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, monkeypatch):
+async def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
-
-    async def body():
-        await up(job, 1)
-        none_saves(job)
-        drain(job, SOON)
-        await job.task
-
-    story(body)
+    await up(job, 1)
+    none_saves(job)
+    drain(job, SOON)
+    await job.task
     assert job.row.state == "QUEUED"
     assert "not_saved" in job.log
 
 
-def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
-    async def body():
-        await up(job, 1)
-        none_saves(job)
-        drain(job, SOON)
-        await asked(job)
-        await job.finish()
-
-    story(body)
+async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
+    await up(job, 1)
+    none_saves(job)
+    drain(job, SOON)
+    await asked(job)
+    await job.finish()
     assert job.log == [*UP, *NOTICED, "RESIZING", "SUCCEEDED"]
     assert cluster.nothing_held
 
@@ -263,7 +230,7 @@ def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
     ("wish", "states"), [("pause", ["PAUSING", "PAUSED"]), ("cancel", ["CANCELLING", "CANCELLED"])]
 )
 @pytest.mark.parametrize("when", ["saving", "leaving"])
-def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluster, monkeypatch, wish, states, when):
+async def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluster, monkeypatch, wish, states, when):
     release = cluster.release
 
     async def late_wish(*arguments, **options):
@@ -271,57 +238,51 @@ def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluster, mon
         await release(*arguments, **options)
         getattr(job, wish)()
 
-    async def body():
-        await up(job, 1, saved=[1])
-        if when == "saving":
-            none_saves(job)
-        else:
-            monkeypatch.setattr(cluster, "release", late_wish)
-        drain(job, SOON)
-        if when == "saving":
-            await asked(job)
-            getattr(job, wish)()
-            all_save(cluster)
-        await job.task
-
-    story(body)
+    await up(job, 1, saved=[1])
+    if when == "saving":
+        none_saves(job)
+    else:
+        monkeypatch.setattr(cluster, "release", late_wish)
+    drain(job, SOON)
+    if when == "saving":
+        await asked(job)
+        getattr(job, wish)()
+        all_save(cluster)
+    await job.task
     assert [kind for kind in job.log if kind.isupper()] == ["STARTING", "RUNNING", "RESIZING", *states]
     assert not cluster.agents.living and not cluster.groups.held
     assert cluster.nothing_held is (wish == "cancel")
 
 
 @pytest.mark.parametrize("at", ["asked", "saved", "noted", "released"])
-def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster, monkeypatch, at):
-    async def body():
-        await up(job, 1, saved=[1])
-        held, release = asyncio.Event(), cluster.release
+async def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster, monkeypatch, at):
+    await up(job, 1, saved=[1])
+    held, release = asyncio.Event(), cluster.release
 
-        async def stuck(*arguments, **options):
-            if at == "released":
-                await release(*arguments, **options)
-            held.set()
-            await asyncio.Event().wait()
+    async def stuck(*arguments, **options):
+        if at == "released":
+            await release(*arguments, **options)
+        held.set()
+        await asyncio.Event().wait()
 
-        if at in ("asked", "saved"):
-            none_saves(job)
-        else:
-            monkeypatch.setattr(cluster, "release", stuck)
-        drain(job, SOON)
-        await (asked(job) if at in ("asked", "saved") else held.wait())
-        await job.die_with_control_plane()
-        monkeypatch.setattr(cluster, "release", release)
-        if at == "saved":
-            all_save(cluster)
-        for agent in cluster.agents.living.values():
-            agent.on_save = lambda asked: all_save(cluster)
-        job.supervise(None)
-        await job.task
-        assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-        assert not cluster.agents.living and not cluster.groups.held
-        await placed_on(job, "three", "four")
-        await job.finish()
-
-    story(body)
+    if at in ("asked", "saved"):
+        none_saves(job)
+    else:
+        monkeypatch.setattr(cluster, "release", stuck)
+    drain(job, SOON)
+    await (asked(job) if at in ("asked", "saved") else held.wait())
+    await job.die_with_control_plane()
+    monkeypatch.setattr(cluster, "release", release)
+    if at == "saved":
+        all_save(cluster)
+    for agent in cluster.agents.living.values():
+        agent.on_save = lambda asked: all_save(cluster)
+    job.supervise(None)
+    await job.task
+    assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
+    assert not cluster.agents.living and not cluster.groups.held
+    await placed_on(job, "three", "four")
+    await job.finish()
     assert [kind for kind in job.log if kind.isupper()] == [
         *("STARTING", "RUNNING", "RESIZING", "QUEUED", "STARTING", "RUNNING", "SUCCEEDED")
     ]
@@ -330,54 +291,44 @@ def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster, monke
     assert cluster.nothing_held
 
 
-def test_drained_job_without_agents_is_queued_by_the_next_control_plane(job, cluster):
-    async def body():
-        await up(job, 1, saved=[1])
-        none_saves(job)
-        drain(job, SOON)
-        await asked(job)
-        await job.die_with_control_plane()
-        for node in ("one", "two"):
-            cluster.lose_node(node)
-        job.supervise(None)
-        await job.task
-
-    story(body)
+async def test_drained_job_without_agents_is_queued_by_the_next_control_plane(job, cluster):
+    await up(job, 1, saved=[1])
+    none_saves(job)
+    drain(job, SOON)
+    await asked(job)
+    await job.die_with_control_plane()
+    for node in ("one", "two"):
+        cluster.lose_node(node)
+    job.supervise(None)
+    await job.task
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
-def test_drained_job_is_placed_again_if_its_control_plane_dies_after_placement(job, cluster):
+async def test_drained_job_is_placed_again_if_its_control_plane_dies_after_placement(job, cluster):
     """What had ended the generation before is history by then."""
-
-    async def body():
-        await up(job, 1, saved=[1])
-        drain(job, SOON)
-        await job.task
-        cluster.nodes.slots |= {"three": 4}
-        cluster.nodes.used |= {"three": 0}
-        await job.store.write_async(job._place)
-        job.supervise(None)
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+    await up(job, 1, saved=[1])
+    drain(job, SOON)
+    await job.task
+    cluster.nodes.slots |= {"three": 4}
+    cluster.nodes.used |= {"three": 0}
+    await job.store.write_async(job._place)
+    job.supervise(None)
+    await job.watched(2)
+    await job.finish()
     assert job.row.state == "SUCCEEDED"
 
 
-def test_job_queued_off_a_drained_node_can_be_paused_and_resumed(job, cluster):
-    async def body():
-        await up(job, 1, saved=[1])
-        drain(job, SOON)
-        await job.task
-        job.pause()
-        assert job.row.state == "PAUSED"
-        cluster.nodes.slots |= {"three": 4}
-        cluster.nodes.used |= {"three": 0}
-        await job.resume()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+async def test_job_queued_off_a_drained_node_can_be_paused_and_resumed(job, cluster):
+    await up(job, 1, saved=[1])
+    drain(job, SOON)
+    await job.task
+    job.pause()
+    assert job.row.state == "PAUSED"
+    cluster.nodes.slots |= {"three": 4}
+    cluster.nodes.used |= {"three": 0}
+    await job.resume()
+    await job.watched(2)
+    await job.finish()
     assert job.generations[1][0] == "resumed by the user"
 
 
@@ -387,13 +338,10 @@ def test_job_that_leaves_for_lack_of_room_asks_for_no_other_places():
     assert while_leaving(launch, False, False, no_room=True) == launch, "it has places, and goes on there to be saved"
 
 
-def test_drained_job_in_the_queue_has_the_documented_reason(job):
-    async def body():
-        await up(job, 1)
-        drain(job, SOON)
-        await job.task
-
-    story(body)
+async def test_drained_job_in_the_queue_has_the_documented_reason(job):
+    await up(job, 1)
+    drain(job, SOON)
+    await job.task
     (queued,) = [event for event in job.events if event.data and event.data.get("to") == "QUEUED"]
     assert queued.data["reason"] == "nodes_to_be_left"
     with job.store.read() as session:

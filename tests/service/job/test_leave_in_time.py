@@ -16,7 +16,6 @@ from manta.service.states import JobState
 from manta.service.store import checkpoints, jobs
 from manta.workers.protocol.reports import Position, TrainerStatus
 from tests.service.support.fake_agents import FakeAgent
-from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
 
 
@@ -133,7 +132,7 @@ def test_job_whose_time_is_up_has_as_long_to_save_as_a_paused_one(store, started
 
 
 @pytest.mark.parametrize("limit", [None, 1000.0])
-def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
+async def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, cluster, monkeypatch, limit):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.0)
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
     context = JobContext.of(job.store, cluster, job.row)
@@ -142,17 +141,14 @@ def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_replicas, 
     async def state_changes_at_once():
         return changes
 
-    async def body():
-        context.record.state_changes = state_changes_at_once
-        keeping = asyncio.create_task(leave.watch_deadline(context))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not (context.inbox.has(*LEAVE) or context.inbox.has(Overdue) or keeping.done())
-        context.inbox.put(Pause())
-        await keeping
-        assert context.inbox.has(Overdue)
-
-    story(body)
+    context.record.state_changes = state_changes_at_once
+    keeping = asyncio.create_task(leave.watch_deadline(context))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not (context.inbox.has(*LEAVE) or context.inbox.has(Overdue) or keeping.done())
+    context.inbox.put(Pause())
+    await keeping
+    assert context.inbox.has(Overdue)
 
 
 LAUNCH = Launch("why", counts=True)

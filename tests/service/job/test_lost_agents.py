@@ -10,7 +10,7 @@ from manta.service.cluster.sizes import resized
 from manta.service.job.changes import place_gang, replace_lost
 from manta.service.job.context import JobContext
 from manta.service.job.gang import NO_PLACEMENT_GROUP
-from manta.service.recovery.budgets import AVOID_FAILURES, PastFailure
+from manta.service.recovery.decisions import AVOID_FAILURES, PastFailure
 from manta.service.store import events
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.virtual_time import in_virtual_time

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from manta.service.job.owner import newer_gang
-from manta.service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
+from manta.service.store import Store, backup_file, events, generations, jobs, pauses_and_retries, ranks
 from manta.workers.protocol.messages import AgentDescription
 from tests.service.support.supervised_job import story
 
@@ -31,7 +31,7 @@ def forget(job, generation, state=None):
 
 def restore(job):
     """The job's database says that it was restored."""
-    job.store.write(lambda session: events.append(session, job.id, restored.RESTORED, "from a backup"))
+    job.store.write(lambda session: events.append(session, job.id, backup_file.RESTORED, "from a backup"))
 
 
 async def at_generation_two(job):
@@ -49,21 +49,17 @@ def orders(cluster):
     return [len(agent.orders) for agent in cluster.agents.living.values()]
 
 
-def test_gang_newer_than_a_restored_database_is_adopted(two_replicas, cluster):
+async def test_gang_newer_than_a_restored_database_is_adopted(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        given = orders(cluster)
-        forget(job, 1)
-        await job.own()
-        await job.watched(2)
-        assert orders(cluster) == given, "no agent was told anything"
-        assert all(agent.running for agent in job.ranks)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await at_generation_two(job)
+    given = orders(cluster)
+    forget(job, 1)
+    await job.own()
+    await job.watched(2)
+    assert orders(cluster) == given, "no agent was told anything"
+    assert all(agent.running for agent in job.ranks)
+    await job.commit(3)
+    await job.finish()
     assert (job.row.generation, job.row.state, job.row.step) == (2, "SUCCEEDED", 10)
     assert job.log[-4:] == ["database_older", "adopted", "first_step", "SUCCEEDED"]
     assert job.message("database_older").startswith("generation 2 runs, and the database knows 1: ")
@@ -92,151 +88,119 @@ def test_owner_epoch_after_a_restore_exceeds_those_known_to_agents(two_replicas,
     story(body)
 
 
-def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(two_replicas, cluster):
+async def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        forget(job, 1)
-        agent = list(cluster.agents.living.values())[3]
-        agent.lose()
-        del cluster.agents.living[agent.name]
-        staying = list(cluster.agents.living.values())
-        await job.own()
-        await job.watched(3)
-        assert job.ranks[:3] == staying
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await at_generation_two(job)
+    forget(job, 1)
+    agent = list(cluster.agents.living.values())[3]
+    agent.lose()
+    del cluster.agents.living[agent.name]
+    staying = list(cluster.agents.living.values())
+    await job.own()
+    await job.watched(3)
+    assert job.ranks[:3] == staying
+    await job.commit(3)
+    await job.finish()
     assert "rank_lost" in job.log and job.row.state == "SUCCEEDED"
     assert cluster.nothing_held
 
 
-def test_gang_of_another_size_than_a_restored_database_is_adopted_in_its_size(two_replicas, cluster):
+async def test_gang_of_another_size_than_a_restored_database_is_adopted_in_its_size(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        job.resize(1)
-        await job.watched(2)
-        await job.commit(2)
-        await job.die_with_control_plane()
-        forget(job, 1)
-        job.store.write(lambda s: setattr(jobs.get(s, job.id), "replicas", 2))
-        job.store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 1))
-        given = orders(cluster)
-        await job.own()
-        await job.watched(2)
-        assert orders(cluster) == given and len(job.ranks) == 2
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.resize(1)
+    await job.watched(2)
+    await job.commit(2)
+    await job.die_with_control_plane()
+    forget(job, 1)
+    job.store.write(lambda s: setattr(jobs.get(s, job.id), "replicas", 2))
+    job.store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", 1))
+    given = orders(cluster)
+    await job.own()
+    await job.watched(2)
+    assert orders(cluster) == given and len(job.ranks) == 2
+    await job.finish()
     assert (job.row.replicas, job.row.state) == (1, "SUCCEEDED")
 
 
 @pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "PAUSING", "FAILED", "RESIZING", "STARTING", "RECOVERING"])
-def test_job_keeps_running_whatever_its_state_in_the_restored_database(two_replicas, cluster, state):
+async def test_job_keeps_running_whatever_its_state_in_the_restored_database(two_replicas, cluster, state):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        given = orders(cluster)
-        forget(job, 0 if state == "QUEUED" else 1, state)
-        assert await job.catch_up()
-        await job.own()
-        await job.watched(2)
-        assert orders(cluster) == given
-        await job.commit(3)
-        assert job.row.state == "RUNNING"
-        await job.finish()
-
-    story(body)
+    await at_generation_two(job)
+    given = orders(cluster)
+    forget(job, 0 if state == "QUEUED" else 1, state)
+    assert await job.catch_up()
+    await job.own()
+    await job.watched(2)
+    assert orders(cluster) == given
+    await job.commit(3)
+    assert job.row.state == "RUNNING"
+    await job.finish()
     assert job.row.state == "SUCCEEDED"
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "CANCELLED"])
-def test_finished_job_of_an_older_database_stays_finished(two_replicas, cluster, state):
+async def test_finished_job_of_an_older_database_stays_finished(two_replicas, cluster, state):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        forget(job, 1, state)
-        assert not await job.catch_up()
-
-    story(body)
+    await at_generation_two(job)
+    forget(job, 1, state)
+    assert not await job.catch_up()
     assert job.row.state == state
 
 
-def test_cancel_in_a_restored_database_is_carried_out(two_replicas, cluster):
+async def test_cancel_in_a_restored_database_is_carried_out(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        forget(job, 1, "CANCELLING")
-        await job.own()
-        await job.task
-
-    story(body)
+    await at_generation_two(job)
+    forget(job, 1, "CANCELLING")
+    await job.own()
+    await job.task
     assert job.row.state == "CANCELLED"
     assert cluster.nothing_held
 
 
-def test_job_without_agents_after_a_restore_waits_for_its_user(two_replicas, cluster):
+async def test_job_without_agents_after_a_restore_waits_for_its_user(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await at_generation_two(job)
-        restore(job)
-        await cluster.end_job(job.id, keep_snapshots=True)
-        memory = {host: dict(files) for host, files in cluster.agents.memory.items()}
-        await job.own()
-        await job.task
-        assert cluster.agents.memory == memory, "what it may go on from is kept"
-        assert (job.row.state, job.row.reason) == ("PAUSED", "restored")
-        job.store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
-        await job.start()
-        await job.watched(3)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await at_generation_two(job)
+    restore(job)
+    await cluster.end_job(job.id, keep_snapshots=True)
+    memory = {host: dict(files) for host, files in cluster.agents.memory.items()}
+    await job.own()
+    await job.task
+    assert cluster.agents.memory == memory, "what it may go on from is kept"
+    assert (job.row.state, job.row.reason) == ("PAUSED", "restored")
+    job.store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
+    await job.start()
+    await job.watched(3)
+    await job.commit(3)
+    await job.finish()
     assert job.row.state == "SUCCEEDED"
 
 
-def test_old_restore_does_not_pause_a_job(two_replicas, cluster):
+async def test_old_restore_does_not_pause_a_job(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        restore(job)
-        job.ranks[1].die()
-        await job.watched(2)
-        await job.die_with_control_plane()
-        await cluster.end_job(job.id, keep_snapshots=True)
-        await job.own()
-        await job.watched(3)
-        await job.commit(3)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    restore(job)
+    job.ranks[1].die()
+    await job.watched(2)
+    await job.die_with_control_plane()
+    await cluster.end_job(job.id, keep_snapshots=True)
+    await job.own()
+    await job.watched(3)
+    await job.commit(3)
+    await job.finish()
     assert job.row.state == "SUCCEEDED"
 
 
-def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(two_replicas, cluster):
+async def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(two_replicas, cluster):
     job = two_replicas(cluster)
-    job.store.write(lambda s: restored.know_generation(s, job.id, 7))
-
-    async def body():
-        await job.start()
-        await job.watched(8)
-        await job.commit(1)
-        await job.finish()
-
-    story(body)
+    job.store.write(lambda s: backup_file.know_generation(s, job.id, 7))
+    await job.start()
+    await job.watched(8)
+    await job.commit(1)
+    await job.finish()
     assert job.row.generation == 8
 
 

@@ -22,7 +22,6 @@ from manta.service.states import JobState
 from manta.service.store import database, jobs, pauses_and_retries
 from manta.service.store.tables import Event
 from manta.workers.protocol.messages import ProtocolMismatch
-from tests.service.support.supervised_job import story
 from tests.service.support.virtual_time import in_virtual_time
 from tests.service.support.waiting import reached
 
@@ -69,20 +68,16 @@ def raises(monkeypatch, name, *errors):
 
 
 @pytest.mark.parametrize("where", ["_first", "_start", "_launch", "_watch", "_recover", "_end"])
-def test_supervision_error_ends_no_job(owned, monkeypatch, where):
+async def test_supervision_error_ends_no_job(owned, monkeypatch, where):
     errors = [RuntimeError("nobody expected this"), KeyError("nor this")][: 1 if where == "_start" else 2]
     raises(monkeypatch, where, *errors)
-
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(3)
-        owned.ranks[1].die()
-        await owned.watched(2)
-        await owned.commit(4)
-        await owned.finish()
-
-    story(body)
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(3)
+    owned.ranks[1].die()
+    await owned.watched(2)
+    await owned.commit(4)
+    await owned.finish()
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("supervision_failed") == len(errors)
     assert f"up again after an error: {type(errors[-1]).__name__}" in owned.message("supervision_failed")
@@ -90,59 +85,48 @@ def test_supervision_error_ends_no_job(owned, monkeypatch, where):
     assert owned.cluster.nothing_held
 
 
-def test_repeated_supervision_error_is_reported_once(owned, monkeypatch):
+async def test_repeated_supervision_error_is_reported_once(owned, monkeypatch):
     raises(monkeypatch, "_start", *[RuntimeError("again")] * 5)
     raises(monkeypatch, "_adopt", *[RuntimeError("again")] * 5)
-
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.finish()
-
-    story(body)
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.finish()
     assert owned.log.count("supervision_failed") == 1
 
 
-def test_cancel_ends_the_retry_pause_after_a_supervision_error(owned, monkeypatch):
+async def test_cancel_ends_the_retry_pause_after_a_supervision_error(owned, monkeypatch):
     monkeypatch.setattr(owning, "INITIAL_BACKOFF_SECONDS", 1000.0)
     monkeypatch.setattr(owning, "MAX_BACKOFF_SECONDS", 1000.0)
     raises(monkeypatch, "_launch", RuntimeError("nobody expected this"))
-
-    async def body():
-        await owned.start()
-        await reached(lambda: "supervision_failed" in owned.log)
-        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.tell(Cancel())  # once, and perhaps before the pause has begun
-        await owned.task
-
-    story(body)
+    await owned.start()
+    await reached(lambda: "supervision_failed" in owned.log)
+    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+    owned.owner.tell(Cancel())  # once, and perhaps before the pause has begun
+    await owned.task
     assert owned.row.state == "CANCELLED"
     assert owned.cluster.nothing_held
 
 
 @pytest.mark.parametrize("wish", [Resize(), NodeDraining("one", 60.0)])
-def test_resize_or_drain_requested_between_supervisors_is_made_later(owned, cluster, monkeypatch, wish):
+async def test_resize_or_drain_requested_between_supervisors_is_made_later(owned, cluster, monkeypatch, wish):
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 1000.0)  # it does not look by itself
     job, wanted = owned, asyncio.Event()
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        await job.die_with_control_plane()
-        monkeypatch.setattr(ElasticityPlanner, "plan", plan)
-        owner = job.owner = JobOwner(job.store, cluster, job.id)
-        owner.tell(wish)
-        job.task = asyncio.create_task(owner.run(None))
-        await wanted.wait()
-        await job.finish()
 
     async def plan(self, running):
         self._job.inbox.remove(Resize)
         wanted.set()
 
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    await job.die_with_control_plane()
+    monkeypatch.setattr(ElasticityPlanner, "plan", plan)
+    owner = job.owner = JobOwner(job.store, cluster, job.id)
+    owner.tell(wish)
+    job.task = asyncio.create_task(owner.run(None))
+    await wanted.wait()
+    await job.finish()
 
 
 def write_spec_of_another_release(owned):
@@ -152,22 +136,19 @@ def write_spec_of_another_release(owned):
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
 
 
-def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.die_with_control_plane()
-        write_spec_of_another_release(owned)
-        owned.supervise(None)
-        await reached(lambda: "not_understood" in owned.log)
-        assert all(agent.running for agent in cluster.agents.living.values())
-        assert owned.row.state == "RUNNING"
-        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.tell(Cancel())
-        await owned.task
-
-    story(body)
+async def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.die_with_control_plane()
+    write_spec_of_another_release(owned)
+    owned.supervise(None)
+    await reached(lambda: "not_understood" in owned.log)
+    assert all(agent.running for agent in cluster.agents.living.values())
+    assert owned.row.state == "RUNNING"
+    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+    owned.owner.tell(Cancel())
+    await owned.task
     assert owned.log.count("not_understood") == 1
     assert owned.row.state == "CANCELLED"
     assert cluster.nothing_held
@@ -182,63 +163,53 @@ def other_release(agent):
     agent.describe = describe
 
 
-def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.die_with_control_plane()
-        agents = list(cluster.agents.living.values())
-        for agent in agents:
-            other_release(agent)
-        owned.supervise(None)
-        await reached(lambda: "not_understood" in owned.log)
-        await asyncio.sleep(0.05)  # it is tried again
-        assert owned.row.state == "RUNNING" and all(agent.running for agent in agents)
-        assert not owned.task.done() and len(cluster.groups.held) == 2
-        for agent in agents:
-            del agent.describe
-        await owned.watched(1)
-        assert all(len(agent.orders) == 1 and agent.stops == 0 for agent in agents)
-        await owned.commit(2)
-        await owned.finish()
-
-    story(body)
+async def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.die_with_control_plane()
+    agents = list(cluster.agents.living.values())
+    for agent in agents:
+        other_release(agent)
+    owned.supervise(None)
+    await reached(lambda: "not_understood" in owned.log)
+    await asyncio.sleep(0.05)  # it is tried again
+    assert owned.row.state == "RUNNING" and all(agent.running for agent in agents)
+    assert not owned.task.done() and len(cluster.groups.held) == 2
+    for agent in agents:
+        del agent.describe
+    await owned.watched(1)
+    assert all(len(agent.orders) == 1 and agent.stops == 0 for agent in agents)
+    await owned.commit(2)
+    await owned.finish()
     assert owned.log.count("not_understood") == 1 and "supervision_failed" not in owned.log
     assert "the agent speaks protocol 1 and this process 2: " in owned.message("not_understood")
     assert (owned.row.state, owned.row.generation, owned.row.restarts) == ("SUCCEEDED", 1, 0)
 
 
-def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.die_with_control_plane()
-        for agent in cluster.agents.living.values():
-            other_release(agent)
-        owned.supervise(None)
-        await reached(lambda: "not_understood" in owned.log)
-        owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-        owned.owner.tell(Cancel())
-        await owned.task
-
-    story(body)
+async def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.die_with_control_plane()
+    for agent in cluster.agents.living.values():
+        other_release(agent)
+    owned.supervise(None)
+    await reached(lambda: "not_understood" in owned.log)
+    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+    owned.owner.tell(Cancel())
+    await owned.task
     assert owned.row.state == "CANCELLED"
     assert cluster.nothing_held
 
 
-def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
+async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     newer = {**owned.row.spec, "newer": 1, "recovery": {**owned.row.spec["recovery"], "newer": True}}
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", newer))
-
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.finish()
-
-    story(body)
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.finish()
     assert owned.log.count("keys_left_out") == 1 and "not_understood" not in owned.log
     assert "does not know newer, recovery.newer of the spec" in owned.message("keys_left_out")
     decided = {**newer, "resources": {**newer["resources"], "threads": 1}}
@@ -246,18 +217,15 @@ def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     assert owned.row.state == "SUCCEEDED"
 
 
-def test_job_with_a_spec_of_another_release_is_paused_with_its_snapshots(owned, cluster):
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        await owned.die_with_control_plane()
-        write_spec_of_another_release(owned)
-        owned.store.write(lambda s: pauses_and_retries.request_pause(s, owned.id))
-        owned.supervise(None)
-        await owned.task
-
-    story(body)
+async def test_job_with_a_spec_of_another_release_is_paused_with_its_snapshots(owned, cluster):
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    await owned.die_with_control_plane()
+    write_spec_of_another_release(owned)
+    owned.store.write(lambda s: pauses_and_retries.request_pause(s, owned.id))
+    owned.supervise(None)
+    await owned.task
     assert owned.row.state == "PAUSED"
     assert not cluster.agents.living and not cluster.groups.held
     assert all(cluster.agents.memory["one"].values())
@@ -293,22 +261,19 @@ def database_gone(store, monkeypatch):
         monkeypatch.setattr(type(store), "write_async", write)
 
 
-def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, monkeypatch):
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        with database_gone(owned.store, monkeypatch) as refused:
-            owned.ranks[0].commit(2)
-            owned.ranks[1].die()
-            while len(refused) < 20:
-                await asyncio.sleep(0.001)
-            assert [agent.running for agent in owned.ranks] == [True, False, True, True]
-        await owned.watched(2)
-        await owned.commit(3)
-        await owned.finish()
-
-    story(body)
+async def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, monkeypatch):
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    with database_gone(owned.store, monkeypatch) as refused:
+        owned.ranks[0].commit(2)
+        owned.ranks[1].die()
+        while len(refused) < 20:
+            await asyncio.sleep(0.001)
+        assert [agent.running for agent in owned.ranks] == [True, False, True, True]
+    await owned.watched(2)
+    await owned.commit(3)
+    await owned.finish()
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("rank_lost") == 1
     assert "supervision_failed" not in owned.log
@@ -339,7 +304,7 @@ def test_slow_database_does_not_fail_a_launch(owned, monkeypatch):
     assert owned.log == ["STARTING", "generation_started", "RUNNING", "first_step", "SUCCEEDED"]
 
 
-def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster, monkeypatch):
+async def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster, monkeypatch):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 0.001)
     ensure, left = cluster.daemons.ensure, [ClusterUnavailable(TimeoutError("no answer"))] * 3
 
@@ -349,19 +314,15 @@ def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cluster,
         return await ensure(*arguments)
 
     monkeypatch.setattr(cluster.daemons, "ensure", silent)
-
-    async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
-        agents = list(owned.ranks)
-        owned.ranks[1].die()
-        await owned.watched(2)
-        assert owned.ranks == agents
-        await owned.commit(2)
-        await owned.finish()
-
-    story(body)
+    await owned.start()
+    await owned.watched(1)
+    await owned.commit(1)
+    agents = list(owned.ranks)
+    owned.ranks[1].die()
+    await owned.watched(2)
+    assert owned.ranks == agents
+    await owned.commit(2)
+    await owned.finish()
     assert owned.row.state == "SUCCEEDED"
     assert left == []
     assert owned.log.count("held") == 1 and "Ray refused a request (no answer)" in owned.message("held")
@@ -431,18 +392,14 @@ def test_job_leased_by_another_control_plane_is_released(tried, store):
 
 
 @pytest.mark.parametrize("wish", [Cancel(), Pause()])
-def test_cancel_or_pause_ends_the_current_wait_of_an_owner_only(store, submit, cluster, wish):
+async def test_cancel_or_pause_ends_the_current_wait_of_an_owner_only(store, submit, cluster, wish):
     owner = JobOwner(store, cluster, submit().id)
-
-    async def body():
-        owner.tell(wish)
-        async with asyncio.timeout(10):
+    owner.tell(wish)
+    async with asyncio.timeout(10):
+        await owner._pause(1000.0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
             await owner._pause(1000.0)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await owner._pause(1000.0)
-
-    asyncio.run(body())
 
 
 def test_snapshots_of_a_job_that_fails_are_kept_for_as_long_as_its_owner_says(store, started, cluster, monkeypatch):

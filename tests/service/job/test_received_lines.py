@@ -65,18 +65,14 @@ def test_log_line_cut_short_by_a_crash_loses_no_later_line(folder, damage):
     assert texts_in(folder)[0] == "before" and texts_in(folder)[-1] == "after"
 
 
-def test_received_lines_on_a_hanging_disk_leave_other_threads_free(folder):
+async def test_received_lines_on_a_hanging_disk_leave_other_threads_free(folder):
     lines, printed = ReceivedLines(folder), Printed("stdout", ("late",))
-
-    async def body():
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        with lines.lock:  # as whoever writes has it
-            taking = asyncio.create_task(lines.take(Report(printed, 1, 0, 7.5, 1), printed))
-            await asyncio.sleep(0)
-            assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 20) == "read"
-        await taking
-
-    asyncio.run(body())
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    with lines.lock:  # as whoever writes has it
+        taking = asyncio.create_task(lines.take(Report(printed, 1, 0, 7.5, 1), printed))
+        await asyncio.sleep(0)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "read"), 20) == "read"
+    await taking
     assert texts_in(folder) == ["late"]
 
 
@@ -97,7 +93,7 @@ def test_pipe_or_folder_in_the_place_of_a_log_is_replaced(folder, be):
     assert texts_in(folder) == ["kept"]
 
 
-def test_received_lines_on_a_hanging_disk_delay_no_report(folder, monkeypatch):
+async def test_received_lines_on_a_hanging_disk_delay_no_report(folder, monkeypatch):
     """The death of the rank is in one of them."""
     lines = ReceivedLines(folder)
     monkeypatch.setattr(received_lines, "DISK_SECONDS", 0.01)
@@ -106,15 +102,12 @@ def test_received_lines_on_a_hanging_disk_delay_no_report(folder, monkeypatch):
         printed = Printed("stderr", (text,))
         await lines.take(Report(printed, 1, 0, 7.5, sequence), printed)
 
-    async def body():
-        async with asyncio.timeout(20):
-            with lines.lock:
-                await say("late", 1)
-                await say("lost", 2)
-            while lines._overdue:
-                await asyncio.sleep(0.001)
-            monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
-            await say("after", 3)
-
-    asyncio.run(body())
+    async with asyncio.timeout(20):
+        with lines.lock:
+            await say("late", 1)
+            await say("lost", 2)
+        while lines._overdue:
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(received_lines, "DISK_SECONDS", 60.0)
+        await say("after", 3)
     assert texts_in(folder) == ["late", "after"]

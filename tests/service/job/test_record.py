@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from manta.service.job.incident import Incident
 from manta.service.job.record import JobRecord
-from manta.service.recovery.budgets import PastFailure
-from manta.service.recovery.decisions import Death
+from manta.service.recovery.decisions import Death, Incident, PastFailure
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import events, generations, jobs, pauses_and_retries, ranks, recoveries
@@ -252,10 +250,10 @@ def test_legal_state_transition_is_recorded(record):
     assert asyncio.run(record.job()).state == "RECOVERING"
 
 
-def test_event_stores_message_rank_step_data_and_generation(record):
-    asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}, generation=2))
+def test_event_stores_message_rank_step_and_data(record):
+    asyncio.run(record.event("note", "hello", rank=3, step=0, data={"x": 1}))
     (entry,) = events_of(record, "note")
-    assert (entry.message, entry.rank, entry.step, entry.data, entry.generation) == ("hello", 3, 0, {"x": 1}, 2)
+    assert (entry.message, entry.rank, entry.step, entry.data) == ("hello", 3, 0, {"x": 1})
 
 
 def test_current_generation_of_a_job_is_the_newest(record):
@@ -269,6 +267,6 @@ def test_current_generation_of_a_job_is_the_newest(record):
 
 def test_steps_that_were_rolled_back_are_listed_in_order(record):
     for step in (5, 9):
-        asyncio.run(record.event("rolled_back", "why", rank=1, step=step, data={"step": step}, generation=2))
-    assert asyncio.run(record.rolled_back()) == [{"step": 5}, {"step": 9}]
-    assert [(e.rank, e.step, e.generation) for e in events_of(record, "rolled_back")] == [(1, 5, 2), (1, 9, 2)]
+        asyncio.run(record.event("rolled_back", "why", rank=1, step=step, data={"step": step}))
+    assert asyncio.run(record.data_of("rolled_back")) == [{"step": 5}, {"step": 9}]
+    assert [(e.rank, e.step) for e in events_of(record, "rolled_back")] == [(1, 5), (1, 9)]

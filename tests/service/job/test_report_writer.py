@@ -13,7 +13,6 @@ from manta.service.leases.decisions import LeaseLost
 from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import checkpoints, database, events, generations, jobs, metrics, ranks, recoveries
-from manta.service.store.recoveries import RecoveryStart
 from manta.workers.checkpoint.catalog import Condition, ListedCheckpoint, Listing, Manifest, checkpoint_path
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.protocol.json_codec import to_json
@@ -133,8 +132,9 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = RecoveryStart("killed", 0, "rank 0 was killed", timeline, forked=(0,), source="snapshot", resume_step=4)
-        recoveries.begin(session, started.id, number, known)
+        known = {"kind": "killed", "rank": 0, "cause": "rank 0 was killed", "source": "snapshot", "resume_step": 4}
+        recoveries.begin(session, started.id, number, timeline, **known)
+        recoveries.record_replaced(session, started.id, number, (0,), 0)
         return number
 
     take("metrics", 1, rows=[row(5), row(6)])
@@ -168,8 +168,8 @@ def test_recovery_past_the_last_reported_step_redid_no_steps(store, started, gen
 
     def recover(session):
         number = generations.begin(session, started.id, "rank 0 was killed", True, "snapshot", 4)
-        known = RecoveryStart("killed", 0, "rank 0 was killed", RecoveryTimeline(noticed_at=101.0, failed_at=100.0))
-        recoveries.begin(session, started.id, number, known)
+        timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0)
+        recoveries.begin(session, started.id, number, timeline, kind="killed", rank=0, cause="rank 0 was killed")
         return number
 
     number = store.write(recover)
@@ -330,23 +330,19 @@ def test_event_text_with_surrogates_or_nul_is_stored_escaped(store, started, tak
 
 
 @pytest.mark.parametrize("kind_of_database", ["sqlite"], indirect=True)
-def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
+async def test_database_that_is_locked_for_a_while_is_waited_for(store, started, generation, monkeypatch, tmp_path):
     monkeypatch.setattr(database, "INITIAL_BACKOFF_SECONDS", 0.001)
     with store.engine.connect() as connection:
         connection.exec_driver_sql("PRAGMA busy_timeout=1")  # of the connection that the writer takes next
     other = sqlite3.connect(store.engine.url.database, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
-
-    async def body():
-        report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)
-        taking = asyncio.create_task(writer.take(report))
-        done, _ = await asyncio.wait([taking], timeout=0.3)
-        assert not done, "the report is not acknowledged"
-        other.execute("ROLLBACK")
-        await asyncio.wait_for(taking, 30)
-
-    asyncio.run(body())
+    report = Report(payload_of("metrics", {"rows": [row(5)]}), 1, 0, time.time(), 1)
+    taking = asyncio.create_task(writer.take(report))
+    done, _ = await asyncio.wait([taking], timeout=0.3)
+    assert not done, "the report is not acknowledged"
+    other.execute("ROLLBACK")
+    await asyncio.wait_for(taking, 30)
     other.close()
     assert steps(store, started) == [5]
     assert "report_left_out" not in kinds(store, started)

@@ -20,7 +20,7 @@ from manta.service.job.generation import RunningGeneration
 from manta.service.job.inbox import Cancel, Pause, Resize, TimeUp
 from manta.service.job.resize_and_drain import ElasticityPlanner
 from manta.service.states import JobState
-from manta.service.store import edits, events, generations, jobs
+from manta.service.store import events, generations, jobs
 from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.queue import LARGE
@@ -261,7 +261,7 @@ def test_queued_job_that_never_fits_is_read_again_only_after_a_change(planned, s
             return read.count(never)
 
         assert await reads() == 1
-        store.write(lambda session: edits.edit(session, never, name="another"))
+        store.write(lambda session: jobs.edit(session, never, name="another"))
         assert await reads() == 1
         context.cluster.nodes.slots |= {"two": 3}
         context.cluster.nodes.used |= {"two": 0}

@@ -1,6 +1,5 @@
 """A supervisor's job that cannot be launched, is given up, or is cancelled."""
 
-import asyncio
 import itertools
 import time
 
@@ -11,7 +10,7 @@ from manta.service.job.context import DEFAULT_MEMORY_SECONDS, JobContext
 from manta.service.job.inbox import LEAVE, Cancel, Overdue, Pause
 from manta.service.job.launch import LaunchFailed
 from manta.service.job.supervisor import Supervisor
-from manta.service.recovery import budgets
+from manta.service.recovery import decisions
 from manta.service.recovery.decisions import Death
 from manta.service.store import jobs, pauses_and_retries
 from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
@@ -26,17 +25,13 @@ def refusing(method, times):
     return lambda agent: agent.refuse(method, "broken") if next(started) < times and agent.rank == 1 else None
 
 
-def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluster):
+async def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        cluster.agents.on_start = refusing("snapshot_steps", job.world_size)
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        await job.finish()
-
-    story(body)
+    cluster.agents.on_start = refusing("snapshot_steps", job.world_size)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    await job.finish()
     assert job.log == [
         "STARTING",
         "RECOVERING",
@@ -51,87 +46,67 @@ def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluste
     assert cluster.nothing_held
 
 
-def test_launch_that_always_fails_fails_the_job(two_replicas, cluster):
+async def test_launch_that_always_fails_fails_the_job(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 2})
-
-    async def body():
-        cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken")
-        await job.start()
-        await job.task
-
-    story(body)
+    cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken")
+    await job.start()
+    await job.task
     assert job.log == ["STARTING", "RECOVERING", "rank_lost", "rank_lost", "held_back", "rank_lost", "FAILED"]
     assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 0)
     assert job.row.message.startswith("could not be launched 3 times in a row; last: rank 0")
     assert cluster.nothing_held
 
 
-def test_launch_failures_are_counted_since_the_last_success(two_replicas, cluster):
+async def test_launch_failures_are_counted_since_the_last_success(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 2})
-
-    async def body():
-        cluster.agents.on_start = refusing("snapshot_steps", 2 * job.world_size)
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        assert job.log.count("held_back") == 1
-        again = itertools.count()
-        cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken") if not next(again) else None
-        job.ranks[0].refuse("snapshot_steps", "broken")
-        job.ranks[2].die()
-        await job.watched(2)
-        await job.finish()
-
-    story(body)
+    cluster.agents.on_start = refusing("snapshot_steps", 2 * job.world_size)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    assert job.log.count("held_back") == 1
+    again = itertools.count()
+    cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken") if not next(again) else None
+    job.ranks[0].refuse("snapshot_steps", "broken")
+    job.ranks[2].die()
+    await job.watched(2)
+    await job.finish()
     assert job.log.count("rank_lost") == 5
     assert job.log.count("held_back") == 2, "the second of either time, though there was a step in between"
     assert job.row.state == "SUCCEEDED"
 
 
-def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two_replicas, cluster):
+async def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        cluster.agents.on_start = refusing("launch", job.world_size)
-        await job.start()
-        await job.watched(2)
-        await job.commit(1)
-        await job.finish()
-
-    story(body)
+    cluster.agents.on_start = refusing("launch", job.world_size)
+    await job.start()
+    await job.watched(2)
+    await job.commit(1)
+    await job.finish()
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.message("rank_lost") == "rank 1 could not be launched (broken)"
 
 
-def test_silent_agents_before_a_launch_are_lost_with_those_of_a_lost_node(two_replicas, cluster):
+async def test_silent_agents_before_a_launch_are_lost_with_those_of_a_lost_node(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        death, lost = await job.supervisor._launch_failure(LaunchFailed({1: "it is gone", 3: "no answer"}))
-        assert (death.sentence, lost) == ("rank 1 could not be launched (it is gone)", (1, 3))
-        cluster.nodes.lost.add(job.supervisor._gang.nodes[1])
-        _, lost = await job.supervisor._launch_failure(LaunchFailed({3: "no answer"}))
-        assert lost == (0, 1, 2, 3), "all are on that node"
-        cluster.nodes.lost.clear()
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    death, lost = await job.supervisor._launch_failure(LaunchFailed({1: "it is gone", 3: "no answer"}))
+    assert (death.sentence, lost) == ("rank 1 could not be launched (it is gone)", (1, 3))
+    cluster.nodes.lost.add(job.supervisor._gang.nodes[1])
+    _, lost = await job.supervisor._launch_failure(LaunchFailed({3: "no answer"}))
+    assert lost == (0, 1, 2, 3), "all are on that node"
+    cluster.nodes.lost.clear()
+    await job.finish()
 
 
-def test_job_with_exhausted_restarts_fails_and_keeps_its_snapshots(two_replicas, cluster):
+async def test_job_with_exhausted_restarts_fails_and_keeps_its_snapshots(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
-
-    async def body():
-        await job.start()
-        for generation in (1, 2):
-            await job.watched(generation)
-            await job.commit(generation)
-            job.ranks[0].die()
-        await job.task
-
-    story(body)
+    await job.start()
+    for generation in (1, 2):
+        await job.watched(generation)
+        await job.commit(generation)
+        job.ranks[0].die()
+    await job.task
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "RECOVERING", "rank_lost", "FAILED", "memory_kept"]
     assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 1)
     assert not cluster.agents.living and not cluster.groups.held, "only snapshots are kept"
@@ -168,83 +143,63 @@ def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_
     assert cluster.nothing_held
 
 
-def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, cluster):
+async def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        job.ranks[0].fail("bad_data", 1, "one clear sentence")
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    job.ranks[0].fail("bad_data", 1, "one clear sentence")
+    await job.task
     assert (job.row.state, job.row.memory_kept_until) == ("FAILED", None)
     assert cluster.nothing_held
 
 
-def test_job_fails_without_snapshots_if_none_are_to_be_kept(two_replicas, cluster):
+async def test_job_fails_without_snapshots_if_none_are_to_be_kept(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        job.facts = {"memory_seconds": 0.0}
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        job.ranks[0].fail("bad_data", 2, "one clear sentence")
-        await job.task
-
-    story(body)
+    job.facts = {"memory_seconds": 0.0}
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    job.ranks[0].fail("bad_data", 2, "one clear sentence")
+    await job.task
     assert (job.log[-1], job.row.memory_kept_until) == ("FAILED", None)
     assert cluster.nothing_held
 
 
-def test_exception_recurring_at_one_step_fails_the_job_as_user_error(two_replicas, cluster):
+async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        for generation in (1, 2):
-            await job.watched(generation)
-            if generation == 1:
-                await job.commit(1)
-            job.ranks[2].fail("exception", 2, "no such column")
-        await job.task
-
-    story(body)
+    await job.start()
+    for generation in (1, 2):
+        await job.watched(generation)
+        if generation == 1:
+            await job.commit(1)
+        job.ranks[2].fail("exception", 2, "no such column")
+    await job.task
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN[:2], "rank_lost", "FAILED", "memory_kept"]
     assert (job.row.reason, job.row.restarts) == ("user_error", 1)
     assert "no such column" in job.row.message
 
 
 @pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
-def test_failure_that_no_restart_cures_fails_the_job_at_once(two_replicas, cluster, kind):
+async def test_failure_that_no_restart_cures_fails_the_job_at_once(two_replicas, cluster, kind):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        job.ranks[0].fail(kind, 1, "one clear sentence")
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    job.ranks[0].fail(kind, 1, "one clear sentence")
+    await job.task
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
     assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
 
 
-def test_job_cancelled_during_placement_is_ended_without_a_launch(two_replicas, cluster):
+async def test_job_cancelled_during_placement_is_ended_without_a_launch(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
-        await job.start()
-        await job.task
-
-    story(body)
+    cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    await job.start()
+    await job.task
     assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_replicas, cluster):
+async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_replicas, cluster):
     """Its snapshots would stay in the nodes' memory for as long as the control plane lives."""
     job = two_replicas(cluster)
 
@@ -252,105 +207,84 @@ def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_replic
         job.cancel()
         raise NotPlaced("there is no room")
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        cluster.groups.refuse = refuse
-        for agent in list(job.ranks):
-            cluster.agents.living.pop(agent.name)
-            agent.lose()
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    cluster.groups.refuse = refuse
+    for agent in list(job.ranks):
+        cluster.agents.living.pop(agent.name)
+        agent.lose()
+    await job.task
     assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-def test_job_cancelled_during_its_launch_leaves_nothing_behind(two_replicas, cluster):
+async def test_job_cancelled_during_its_launch_leaves_nothing_behind(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await cluster.agents.until(lambda: bool(cluster.agents.living))
-        job.cancel()
-        await job.task
-
-    story(body)
+    await job.start()
+    await cluster.agents.until(lambda: bool(cluster.agents.living))
+    job.cancel()
+    await job.task
     assert job.log[0] == "STARTING" and job.log[-1] == "CANCELLED"
     assert "CANCELLING" in job.log and "rank_lost" not in job.log
     assert cluster.nothing_held
 
 
-def test_job_cancelled_before_its_launch_gets_no_generation(two_replicas, cluster):
+async def test_job_cancelled_before_its_launch_gets_no_generation(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
-        await job.start()
-        await job.task
-
-    story(body)
+    cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
+    await job.start()
+    await job.task
     assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-def test_running_job_is_cancelled(two_replicas, cluster):
+async def test_running_job_is_cancelled(two_replicas, cluster):
     job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1)
-        agents = list(job.ranks)
-        job.cancel()
-        await job.task
-        assert all(agent.stops > agent.closes for agent in agents), "trainers end before their places are given back"
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    await job.commit(1)
+    agents = list(job.ranks)
+    job.cancel()
+    await job.task
+    assert all(agent.stops > agent.closes for agent in agents), "trainers end before their places are given back"
     assert job.log == [*UP, "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
 @pytest.mark.parametrize("leave", ["cancel", "pause"])
-def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
+async def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
     job = two_replicas(cluster)
-    monkeypatch.setattr(budgets, "INITIAL_WAIT_SECONDS", 1000.0)
-    monkeypatch.setattr(budgets, "MAX_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(decisions, "INITIAL_WAIT_SECONDS", 1000.0)
+    monkeypatch.setattr(decisions, "MAX_WAIT_SECONDS", 1000.0)
 
     async def held_back():
         await reached(lambda: "held_back" in job.log)
 
-    async def body():
-        await job.start()
-        await job.watched(1)
-        job.ranks[0].die()
-        await job.watched(2)
-        job.ranks[0].die()
-        await held_back()
-        if leave == "pause":
-            job.pause()
-            await job.watched(3)  # so that its newest state can be saved
-        job.cancel()
-        await job.task
-
-    story(body)
+    await job.start()
+    await job.watched(1)
+    job.ranks[0].die()
+    await job.watched(2)
+    job.ranks[0].die()
+    await held_back()
+    if leave == "pause":
+        job.pause()
+        await job.watched(3)  # so that its newest state can be saved
+    job.cancel()
+    await job.task
     assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, submit, cluster):
+async def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, submit, cluster):
     context, waits = JobContext.of(store, cluster, submit()), []
     supervisor = Supervisor(context)
 
     async def wait(*kinds, seconds):
         waits.append((seconds, *kinds))
 
-    async def body():
-        await supervisor._wait_before_generation(2.0, Death(0, "killed"))
-        supervisor.tell(Pause())
-        await supervisor._wait_before_generation(4.0, Death(0, "killed"))
-
     context.inbox.wait = wait
-    asyncio.run(body())
+    await supervisor._wait_before_generation(2.0, Death(0, "killed"))
+    supervisor.tell(Pause())
+    await supervisor._wait_before_generation(4.0, Death(0, "killed"))
     assert waits == [(2.0, Cancel, *LEAVE), (4.0, Cancel, Overdue)]

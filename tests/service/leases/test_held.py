@@ -11,7 +11,6 @@ from manta.service.leases.decisions import HOUSEKEEPING, LEASE_SECONDS, MARGIN_S
 from manta.service.leases.held import Leases, new_id
 from manta.service.states import JobState
 from manta.service.store import Store, jobs, leases
-from tests.service.support.supervised_job import story
 
 SECONDS = 60.0
 
@@ -57,50 +56,38 @@ def job(planes, make_spec):
     return planes[0].store.write(make)
 
 
-def test_control_plane_takes_the_leases_of_another_only_once_that_is_dead(planes, job):
+async def test_control_plane_takes_the_leases_of_another_only_once_that_is_dead(planes, job):
     one, two = planes
-
-    async def body():
-        await one.leases.refresh()
-        assert await one.leases.claim(HOUSEKEEPING) is not None
-        assert one.leases.of(job) is not None
-        await two.leases.refresh()
-        assert two.leases.of(job) is None and await two.leases.claim(HOUSEKEEPING) is None
-        one.seems_dead()
-        await two.leases.refresh()
-        assert two.leases.of(job).epoch == 2 and await two.leases.claim(HOUSEKEEPING) is not None
-
-    story(body)
+    await one.leases.refresh()
+    assert await one.leases.claim(HOUSEKEEPING) is not None
+    assert one.leases.of(job) is not None
+    await two.leases.refresh()
+    assert two.leases.of(job) is None and await two.leases.claim(HOUSEKEEPING) is None
+    one.seems_dead()
+    await two.leases.refresh()
+    assert two.leases.of(job).epoch == 2 and await two.leases.claim(HOUSEKEEPING) is not None
 
 
-def test_lease_owned_in_the_database_but_not_held_is_released_at_the_next_look(planes, job):
+async def test_lease_owned_in_the_database_but_not_held_is_released_at_the_next_look(planes, job):
     one, two = planes
-
-    async def body():
-        one.store.write(lambda session: leases.claim(session, "job_gone", one.leases.me))
-        await one.leases.refresh(lambda name: name == "job_gone")
-        assert await two.leases.claim("job_gone") is None
-        await one.leases.refresh()
-        assert await two.leases.claim("job_gone") is not None
-        assert one.leases.of(job) is not None and await two.leases.claim(job) is None, "and nothing else"
-
-    story(body)
+    one.store.write(lambda session: leases.claim(session, "job_gone", one.leases.me))
+    await one.leases.refresh(lambda name: name == "job_gone")
+    assert await two.leases.claim("job_gone") is None
+    await one.leases.refresh()
+    assert await two.leases.claim("job_gone") is not None
+    assert one.leases.of(job) is not None and await two.leases.claim(job) is None, "and nothing else"
 
 
-def test_lease_refresh_does_not_take_a_lease_that_is_already_being_claimed(planes, job):
+async def test_lease_refresh_does_not_take_a_lease_that_is_already_being_claimed(planes, job):
     one, _ = planes
-
-    async def body():
-        one.store.write(lambda session: leases.claim(session, job, one.leases.me))
-        await one.leases.refresh(lambda each: each == job)
-        assert one.leases.of(job) is None
-        await one.leases.refresh()
-        assert one.leases.of(job).epoch == 2
-
-    story(body)
+    one.store.write(lambda session: leases.claim(session, job, one.leases.me))
+    await one.leases.refresh(lambda each: each == job)
+    assert one.leases.of(job) is None
+    await one.leases.refresh()
+    assert one.leases.of(job).epoch == 2
 
 
-def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monkeypatch):
+async def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monkeypatch):
     one, _ = planes
     write, taken, go_on = one.store.write_async, asyncio.Event(), asyncio.Event()
 
@@ -110,104 +97,85 @@ def test_lease_that_is_being_claimed_is_not_claimed_by_a_look(planes, job, monke
         await go_on.wait()
         return result
 
-    async def body():
-        with monkeypatch.context() as patch:
-            patch.setattr(one.store, "write_async", dawdle)
-            claiming = asyncio.create_task(one.leases.claim(job))
-            await taken.wait()
-        await one.leases.refresh()
-        assert one.leases.of(job) is None
-        go_on.set()
-        assert (await claiming).epoch == one.leases.of(job).epoch == 1
-
-    story(body)
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store, "write_async", dawdle)
+        claiming = asyncio.create_task(one.leases.claim(job))
+        await taken.wait()
+    await one.leases.refresh()
+    assert one.leases.of(job) is None
+    go_on.set()
+    assert (await claiming).epoch == one.leases.of(job).epoch == 1
 
 
-def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_look(planes, job, monkeypatch):
+async def test_lease_that_was_dropped_or_could_not_be_claimed_is_taken_at_the_next_look(planes, job, monkeypatch):
     one, _ = planes
-
-    async def body():
-        one.leases.drop(await one.leases.claim(job))
-        await one.leases.refresh()
-        assert one.leases.of(job).epoch == 2
-        one.leases.drop(one.leases.of(job))
-        with monkeypatch.context() as patch, pytest.raises(OperationalError):
-            patch.setattr(
-                one.store,
-                "write_async",
-                AsyncMock(side_effect=OperationalError("claim", {}, Exception("the database is away"))),
-            )
-            await one.leases.claim(job)
-        await one.leases.refresh()
-        assert one.leases.of(job).epoch == 3
-
-    story(body)
+    one.leases.drop(await one.leases.claim(job))
+    await one.leases.refresh()
+    assert one.leases.of(job).epoch == 2
+    one.leases.drop(one.leases.of(job))
+    with monkeypatch.context() as patch, pytest.raises(OperationalError):
+        patch.setattr(
+            one.store,
+            "write_async",
+            AsyncMock(side_effect=OperationalError("claim", {}, Exception("the database is away"))),
+        )
+        await one.leases.claim(job)
+    await one.leases.refresh()
+    assert one.leases.of(job).epoch == 3
 
 
-def test_stale_owner_cannot_write_or_give_orders_and_drops_its_lease_when_it_looks(planes, job):
+async def test_stale_owner_cannot_write_or_give_orders_and_drops_its_lease_when_it_looks(planes, job):
     one, two = planes
+    await one.leases.refresh()
+    stale = one.store.fenced(one.leases.of(job))
+    one.seems_dead()
+    await two.leases.refresh()
+    with pytest.raises(LeaseLost):
+        await stale.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
+    one.renew()  # the first thing that it hears: too late
+    assert not one.leases.certain
+    with pytest.raises(LeaseUncertain):
+        one.leases.epoch(job, "stop")
+    await one.leases.refresh()
+    assert one.leases.certain and one.leases.of(job) is None
+    with pytest.raises(LeaseLost):
+        one.leases.epoch(job, "stop")
+    with pytest.raises(LeaseLost):
+        await stale.until_certain()
 
-    async def body():
-        await one.leases.refresh()
-        stale = one.store.fenced(one.leases.of(job))
-        one.seems_dead()
-        await two.leases.refresh()
-        with pytest.raises(LeaseLost):
-            await stale.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
-        one.renew()  # the first thing that it hears: too late
-        assert not one.leases.certain
+
+async def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(planes, job):
+    one, two = planes
+    await one.leases.refresh()
+    one.seems_dead()
+    two.store.write(leases.remove_dead)
+    one.leases.changed.clear()
+    one.renew()
+    assert one.leases.changed.is_set(), "it looks at once"
+    waiting = asyncio.create_task(one.leases.until_certain(job))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await one.leases.refresh()
+    await asyncio.wait_for(waiting, SECONDS)
+    assert one.leases.me in one.store.query(leases.living), "for others, too"
+    assert one.leases.certain and one.leases.of(job).epoch == 1
+    one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
+
+
+async def test_orders_wait_and_reads_continue_while_the_database_is_away_past_the_lease(planes, job):
+    one, _ = planes
+    await one.leases.refresh()
+    one.now += LEASE_SECONDS - MARGIN_SECONDS
+    assert one.leases.epoch(job, "describe") == one.leases.epoch(job, "reports") == 1
+    for method in ("stop", "launch", "tell trace", None):
         with pytest.raises(LeaseUncertain):
-            one.leases.epoch(job, "stop")
-        await one.leases.refresh()
-        assert one.leases.certain and one.leases.of(job) is None
-        with pytest.raises(LeaseLost):
-            one.leases.epoch(job, "stop")
-        with pytest.raises(LeaseLost):
-            await stale.until_certain()
-
-    story(body)
-
-
-def test_control_plane_wrongly_taken_for_dead_keeps_leases_that_no_other_took(planes, job):
-    one, two = planes
-
-    async def body():
-        await one.leases.refresh()
-        one.seems_dead()
-        two.store.write(leases.remove_dead)
-        one.leases.changed.clear()
-        one.renew()
-        assert one.leases.changed.is_set(), "it looks at once"
-        waiting = asyncio.create_task(one.leases.until_certain(job))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        await one.leases.refresh()
-        await asyncio.wait_for(waiting, SECONDS)
-        assert one.leases.me in one.store.query(leases.living), "for others, too"
-        assert one.leases.certain and one.leases.of(job).epoch == 1
-        one.store.fenced(one.leases.of(job)).write(lambda session: jobs.transition(session, job, JobState.RUNNING))
-
-    story(body)
-
-
-def test_orders_wait_and_reads_continue_while_the_database_is_away_past_the_lease(planes, job):
-    one, _ = planes
-
-    async def body():
-        await one.leases.refresh()
-        one.now += LEASE_SECONDS - MARGIN_SECONDS
-        assert one.leases.epoch(job, "describe") == one.leases.epoch(job, "reports") == 1
-        for method in ("stop", "launch", "tell trace", None):
-            with pytest.raises(LeaseUncertain):
-                one.leases.epoch(job, method)
-        waiting = asyncio.create_task(one.leases.until_certain(job))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        one.renew()
-        await waiting
-        assert one.leases.epoch(job, "stop") == 1
-
-    story(body)
+            one.leases.epoch(job, method)
+    waiting = asyncio.create_task(one.leases.until_certain(job))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    one.renew()
+    await waiting
+    assert one.leases.epoch(job, "stop") == 1
 
 
 @pytest.mark.parametrize("answered_after", [0.0, 2.0, LEASE_SECONDS])
@@ -228,7 +196,7 @@ def test_calls_other_than_describe_and_arm_are_refused_without_the_lease_of_the_
             planes[0].leases.epoch(job, method)
 
 
-def test_lease_claimed_during_a_look_is_not_taken_for_lost(planes):
+async def test_lease_claimed_during_a_look_is_not_taken_for_lost(planes):
     (one, _), held = planes, []
     read = one.store.read_async
 
@@ -238,165 +206,128 @@ def test_lease_claimed_during_a_look_is_not_taken_for_lost(planes):
         held.append(await one.leases.claim("job_2"))
         return seen
 
-    async def body():
-        one.store.read_async = read_and_claim
-        await one.leases.refresh()
-        assert one.leases.of("job_2") is held[0] is not None
-
-    story(body)
+    one.store.read_async = read_and_claim
+    await one.leases.refresh()
+    assert one.leases.of("job_2") is held[0] is not None
 
 
-def test_job_that_is_handed_over_is_held_by_the_other_at_its_next_look(planes, job):
+async def test_job_that_is_handed_over_is_held_by_the_other_at_its_next_look(planes, job):
     one, two = planes
-
-    async def body():
-        await one.leases.refresh()
-        await one.leases.hand_over(job, 1, two.leases.me)
-        assert one.leases.of(job) is None
-        await one.leases.refresh()
-        assert one.leases.of(job) is None
-        await two.leases.refresh()
-        assert two.leases.of(job).epoch == 2
-        with pytest.raises(LeaseLost):
-            await one.leases.hand_over(job, 1, one.leases.me)
-
-    story(body)
+    await one.leases.refresh()
+    await one.leases.hand_over(job, 1, two.leases.me)
+    assert one.leases.of(job) is None
+    await one.leases.refresh()
+    assert one.leases.of(job) is None
+    await two.leases.refresh()
+    assert two.leases.of(job).epoch == 2
+    with pytest.raises(LeaseLost):
+        await one.leases.hand_over(job, 1, one.leases.me)
 
 
-def test_control_plane_that_leaves_frees_its_jobs_for_others_at_once(planes, job):
+async def test_control_plane_that_leaves_frees_its_jobs_for_others_at_once(planes, job):
     one, two = planes
-
-    async def body():
-        await one.leases.refresh()
-        await one.leases.leave()
-        await two.leases.refresh()
-        assert two.leases.of(job).epoch == 2
-
-    story(body)
+    await one.leases.refresh()
+    await one.leases.leave()
+    await two.leases.refresh()
+    assert two.leases.of(job).epoch == 2
 
 
-def test_lease_epoch_rises_above_a_higher_known_one_and_stays_at_an_equal_one(planes, job):
+async def test_lease_epoch_rises_above_a_higher_known_one_and_stays_at_an_equal_one(planes, job):
     one, _ = planes
-
-    async def body():
-        await one.leases.refresh()
-        owned = one.store.fenced(one.leases.of(job))
-        await owned.exceed(1)
-        assert one.leases.epoch(job, "stop") == 1
-        await owned.exceed(41)
-        assert one.leases.epoch(job, "stop") == 42
-        await owned.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
-
-    story(body)
+    await one.leases.refresh()
+    owned = one.store.fenced(one.leases.of(job))
+    await owned.exceed(1)
+    assert one.leases.epoch(job, "stop") == 1
+    await owned.exceed(41)
+    assert one.leases.epoch(job, "stop") == 42
+    await owned.write_async(lambda session: jobs.transition(session, job, JobState.RUNNING))
 
 
-def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
+async def test_control_plane_counts_as_living_and_is_woken_until_it_leaves(planes):
     one, two = planes
-
-    async def body():
-        one.seems_dead()
-        one.leases._requested_at = float("-inf")
-        one.leases.begin()
-        lease = one.leases.hold("job_1", 1)
-        await asyncio.wait_for(lease.until_certain(), SECONDS)
-        assert set(one.store.query(leases.well)) == {one.leases.me, two.leases.me}
-        one.leases.changed.clear()
-        await asyncio.to_thread(two.leases.wake_control_planes)
-        await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
-        await one.leases.leave()
-        one.leases._renewer._thread.join(SECONDS)
-        assert not one.leases._renewer._thread.is_alive()
-        assert one.store.query(leases.living) == [two.leases.me]
-
-    story(body)
+    one.seems_dead()
+    one.leases._requested_at = float("-inf")
+    one.leases.begin()
+    lease = one.leases.hold("job_1", 1)
+    await asyncio.wait_for(lease.until_certain(), SECONDS)
+    assert set(one.store.query(leases.well)) == {one.leases.me, two.leases.me}
+    one.leases.changed.clear()
+    await asyncio.to_thread(two.leases.wake_control_planes)
+    await asyncio.wait_for(one.leases.changed.wait(), SECONDS)
+    await one.leases.leave()
+    one.leases._renewer._thread.join(SECONDS)
+    assert not one.leases._renewer._thread.is_alive()
+    assert one.store.query(leases.living) == [two.leases.me]
 
 
 def owned(store, plane):
     return store.query(leases.owned, plane)
 
 
-def test_borrowed_lease_is_released_even_if_its_borrower_fails(store, own_leases):
-    async def body():
-        assert not own_leases.is_borrowed("job_1")
-        with pytest.raises(ValueError):
-            async with own_leases.borrowed("job_1") as lease:
-                assert (lease.name, lease.epoch, own_leases.of("job_1")) == ("job_1", 1, lease)
-                assert own_leases.is_borrowed("job_1") and not own_leases.is_borrowed("job_2")
-                assert owned(store, "me") == {"job_1"} and not own_leases.changed.is_set()
-                raise ValueError
-        assert own_leases.of("job_1") is None and not own_leases.is_borrowed("job_1")
-        assert owned(store, "me") == set() and own_leases.changed.is_set(), "whoever waits for it looks again"
-
-    story(body)
+async def test_borrowed_lease_is_released_even_if_its_borrower_fails(store, own_leases):
+    assert not own_leases.is_borrowed("job_1")
+    with pytest.raises(ValueError):
+        async with own_leases.borrowed("job_1") as lease:
+            assert (lease.name, lease.epoch, own_leases.of("job_1")) == ("job_1", 1, lease)
+            assert own_leases.is_borrowed("job_1") and not own_leases.is_borrowed("job_2")
+            assert owned(store, "me") == {"job_1"} and not own_leases.changed.is_set()
+            raise ValueError
+    assert own_leases.of("job_1") is None and not own_leases.is_borrowed("job_1")
+    assert owned(store, "me") == set() and own_leases.changed.is_set(), "whoever waits for it looks again"
 
 
-def test_lease_that_has_an_owner_cannot_be_borrowed(store, own_leases):
-    async def body():
-        store.write(lambda session: leases.claim(session, "theirs", "other"))
-        async with own_leases.borrowed("theirs") as lease:
-            assert lease is None
-        assert owned(store, "other") == {"theirs"}
-        ours = await own_leases.claim("ours")
-        async with own_leases.borrowed("ours") as lease:
-            assert lease is None
-        assert own_leases.of("ours") is ours and owned(store, "me") == {"ours"}
-        assert not own_leases._borrowing, "jobs come and go for weeks"
-
-    story(body)
+async def test_lease_that_has_an_owner_cannot_be_borrowed(store, own_leases):
+    store.write(lambda session: leases.claim(session, "theirs", "other"))
+    async with own_leases.borrowed("theirs") as lease:
+        assert lease is None
+    assert owned(store, "other") == {"theirs"}
+    ours = await own_leases.claim("ours")
+    async with own_leases.borrowed("ours") as lease:
+        assert lease is None
+    assert own_leases.of("ours") is ours and owned(store, "me") == {"ours"}
+    assert not own_leases._borrowing, "jobs come and go for weeks"
 
 
-def test_borrower_waits_for_a_lease_until_it_is_released(store, own_leases):
-    async def body():
-        store.write(lambda session: leases.claim(session, "theirs", "other"))
+async def test_borrower_waits_for_a_lease_until_it_is_released(store, own_leases):
+    store.write(lambda session: leases.claim(session, "theirs", "other"))
 
-        async def borrow():
-            async with own_leases.borrowed("theirs", SECONDS) as lease:
-                return lease.epoch
+    async def borrow():
+        async with own_leases.borrowed("theirs", SECONDS) as lease:
+            return lease.epoch
 
-        borrowing = asyncio.create_task(borrow())
-        await asyncio.sleep(0.1)
-        assert not borrowing.done()
-        store.write(lambda session: leases.release(session, "theirs", "other", 1))
-        assert await asyncio.wait_for(borrowing, SECONDS) == 2
-
-    story(body)
+    borrowing = asyncio.create_task(borrow())
+    await asyncio.sleep(0.1)
+    assert not borrowing.done()
+    store.write(lambda session: leases.release(session, "theirs", "other", 1))
+    assert await asyncio.wait_for(borrowing, SECONDS) == 2
 
 
-def test_claiming_a_held_lease_again_returns_the_same_one(store, own_leases):
-    async def body():
-        first = await own_leases.claim("job_1")
-        assert await own_leases.claim("job_1") is first and first.epoch == 1
-        assert store.write(lambda session: own_leases.claim_within(session, "job_1")) is None
-        own_leases.drop(first)
-        assert own_leases.of("job_1") is None and owned(store, "me") == {"job_1"}
-        assert (await own_leases.claim("job_1")).epoch == 2, "it is looked after again"
-        await own_leases.release("job_1")
-        assert own_leases.of("job_1") is None and owned(store, "me") == set()
-
-    story(body)
+async def test_claiming_a_held_lease_again_returns_the_same_one(store, own_leases):
+    first = await own_leases.claim("job_1")
+    assert await own_leases.claim("job_1") is first and first.epoch == 1
+    assert store.write(lambda session: own_leases.claim_within(session, "job_1")) is None
+    own_leases.drop(first)
+    assert own_leases.of("job_1") is None and owned(store, "me") == {"job_1"}
+    assert (await own_leases.claim("job_1")).epoch == 2, "it is looked after again"
+    await own_leases.release("job_1")
+    assert own_leases.of("job_1") is None and owned(store, "me") == set()
 
 
-def test_waiting_for_a_released_or_handed_over_lease_fails_at_once(own_leases):
-    async def body():
-        for name in ("job_1", "job_2"):
-            await own_leases.claim(name)
+async def test_waiting_for_a_released_or_handed_over_lease_fails_at_once(own_leases):
+    for name in ("job_1", "job_2"):
+        await own_leases.claim(name)
+        await own_leases.until_certain(name)
+    await own_leases.release("job_1")
+    await own_leases.hand_over("job_2", 1, "other")
+    for name in ("job_1", "job_2"):
+        with pytest.raises(LeaseLost):
             await own_leases.until_certain(name)
-        await own_leases.release("job_1")
-        await own_leases.hand_over("job_2", 1, "other")
-        for name in ("job_1", "job_2"):
-            with pytest.raises(LeaseLost):
-                await own_leases.until_certain(name)
-            with pytest.raises(LeaseLost):
-                await own_leases.raise_epoch(name, 5)
-
-    story(body)
+        with pytest.raises(LeaseLost):
+            await own_leases.raise_epoch(name, 5)
 
 
-def test_control_plane_that_shuts_down_releases_its_leases_in_memory_and_database(store, own_leases):
-    async def body():
-        await own_leases.claim("job_1")
-        await own_leases.leave()
-        assert own_leases.of("job_1") is None and owned(store, "me") == set()
-        assert store.query(leases.living) == ["other"]
-
-    story(body)
+async def test_control_plane_that_shuts_down_releases_its_leases_in_memory_and_database(store, own_leases):
+    await own_leases.claim("job_1")
+    await own_leases.leave()
+    assert own_leases.of("job_1") is None and owned(store, "me") == set()
+    assert store.query(leases.living) == ["other"]

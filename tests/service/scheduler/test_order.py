@@ -11,7 +11,7 @@ from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control import scheduler as module
 from manta.service.control.scheduler import Scheduler
 from manta.service.leases.decisions import LeaseLost
-from manta.service.store import edits, generations, jobs, pauses_and_retries
+from manta.service.store import generations, jobs, pauses_and_retries
 from manta.service.stored_specs import stored_spec
 from manta.workers.data import roots
 from tests.service.support.queue import LARGE, cancel, free, has, job_now, resize
@@ -128,7 +128,7 @@ def test_job_that_cannot_fit_is_read_again_only_after_a_change_or_a_minute(store
 
     assert reads() == 2, "once more, since it has said meanwhile why it waits"
     assert reads() == 0
-    store.write(lambda session: edits.edit(session, job, name="another"))
+    store.write(lambda session: jobs.edit(session, job, name="another"))
     assert reads() == 1
     now[0] += module.RETRY_SECONDS
     assert reads() == 1

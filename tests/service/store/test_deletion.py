@@ -19,10 +19,9 @@ from manta.service.store import (
     pauses_and_retries,
     ranks,
     recoveries,
-    trace_requests,
+    step_traces,
 )
 from manta.service.store.errors import JobBeingDeleted, JobBeingExported, JobNotFinal, JobNotFound
-from manta.service.store.recoveries import RecoveryStart
 from manta.service.store.tables import Base, MetricBin
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.timing.recording import Recording
@@ -32,15 +31,15 @@ def full(session, job_id):
     """Give a job a row in every table."""
     jobs.transition(session, job_id, JobState.STARTING)
     generation = generations.begin(session, job_id, "submitted", False)
-    recoveries.begin(session, job_id, generation, RecoveryStart("killed", 0, "killed", RecoveryTimeline(1.0)))
+    recoveries.begin(session, job_id, generation, RecoveryTimeline(1.0), kind="killed", rank=0, cause="killed")
     place = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": generation, "state": "exited"}
     ranks.replace(session, job_id, [place])
     checkpoints.begin(session, job_id, generation, 5, "/somewhere/5")
     metrics.record(session, job_id, generation, 0, 1, [{"step": step, "loss": 1.0} for step in (5, 6, 7)])
     ranks.store_numbers(session, job_id, generation, RankSample(7, 0.1, None, packed([1.0])), 5.0)
     exports.end(session, exports.begin(session, job_id, "ckpt", "/somewhere/else", "hf", None).id, None)
-    trace_requests.request(session, job_id, 1)
-    trace_requests.record_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
+    step_traces.request(session, job_id, 1)
+    step_traces.record_recorded(session, job_id, 1, generation, 5, 0, Recording((), ()).pack())
     jobs.transition(session, job_id, JobState.FAILED, "x", "y")
     jobs.get(session, job_id).memory_kept_until = 1e12
 

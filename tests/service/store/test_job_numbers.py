@@ -9,7 +9,6 @@ from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import Store, checkpoints, events, generations, job_numbers, jobs, leases, recoveries
 from manta.service.store.job_numbers import RECENT_SECONDS, Saved
-from manta.service.store.recoveries import RecoveryStart
 from manta.workers.config import JobSpec
 
 SPEC = JobSpec.model_validate(
@@ -84,7 +83,7 @@ def test_recoveries_are_counted_by_kind_and_their_time_by_phase_once_they_are_ov
         for kind, ends in (("killed", True), ("killed", True), ("hung", False)):
             number = generations.begin(session, job, "rank_died", True)
             times = RecoveryTimeline(noticed_at=101.0, failed_at=100.0)
-            recoveries.begin(session, job, number, RecoveryStart(kind, 0, "it died", times))
+            recoveries.begin(session, job, number, times, kind=kind, rank=0, cause="it died")
             if ends:
                 recoveries.end(session, job, number, 104.0, steps_redone=1)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sqlalchemy import String
 
 from manta.service.states import JobState
-from manta.service.store import audit, checkpoints, edits, job_rows, jobs, keys, projects, recoveries
+from manta.service.store import audit, checkpoints, job_rows, jobs, keys, projects, recoveries
 from manta.service.store.errors import ForeignCursor, InvalidCursor, JobNotFound
 from manta.service.store.job_rows import EVERY_JOB, NEWEST_FIRST, JobFilter, JobOrder
 from manta.service.store.paging import Cursors, Page
@@ -86,7 +86,7 @@ def test_edit_that_changes_the_spec_changes_the_row_in_lists(store, submit, chan
     with store.read_rows() as connection:
         before = job_rows.one(connection, job_id)
     spec = store.write(lambda session: dict(jobs.get(session, job_id).spec))
-    assert store.write(lambda session: dict(edits.edit(session, job_id, **change).spec)) != spec
+    assert store.write(lambda session: dict(jobs.edit(session, job_id, **change).spec)) != spec
     with store.read_rows() as connection:
         assert job_rows.one(connection, job_id) != before
 
@@ -198,7 +198,7 @@ def test_pages_of_jobs_as_text_have_the_same_jobs_in_the_same_order(store, some)
 
 
 def test_jobs_are_found_by_their_current_labels(store, some):
-    store.write(lambda session: edits.edit(session, some[0], labels={"team": None, "new": "yes"}))
+    store.write(lambda session: jobs.edit(session, some[0], labels={"team": None, "new": "yes"}))
     assert {row.id for row in listed(store, JobFilter(labels=(("new", "yes"),)))} == {some[0]}
     assert some[0] not in {row.id for row in listed(store, JobFilter(labels=(("team", None),)))}
 

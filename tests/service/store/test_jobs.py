@@ -9,7 +9,7 @@ from sqlalchemy import event, text
 
 from manta.service.ids import is_job_id, next_job_id
 from manta.service.states import JobState
-from manta.service.store import edits, events, generations, jobs
+from manta.service.store import events, generations, jobs
 from manta.service.store.errors import IdempotencyConflict, IllegalTransition, JobChanged, JobNotFound
 from manta.service.store.tables import Job
 
@@ -171,7 +171,7 @@ def test_specs_of_unchanged_queued_jobs_are_not_read_again(store, submit, monkey
     assert ([each.accelerator for each in first], asked.count(True)) == (["cpu"] * 3, 2)
     assert (queue(first), asked.count(True)) == (first, 0)
     store.write(lambda session: jobs.transition(session, some[0].id, JobState.STARTING))
-    store.write(lambda session: edits.edit(session, some[1].id, name="another"))
+    store.write(lambda session: jobs.edit(session, some[1].id, name="another"))
     added = submit()
     then = queue(first)
     assert [(each.id, each.accelerator) for each in then] == [
@@ -245,7 +245,7 @@ def test_a_job_says_that_it_is_held_unless_it_has_another_reason(store, started)
 
 
 def edit(store, job, **changes):
-    return store.write(lambda session: edits.edit(session, job.id, **changes))
+    return store.write(lambda session: jobs.edit(session, job.id, **changes))
 
 
 def test_edit_changes_name_and_priority_in_row_spec_and_events(store, submit):
@@ -277,17 +277,17 @@ def test_priority_moves_a_job_in_the_queue(store, submit):
 
 def test_version_of_a_job_changes_with_an_edit_and_not_with_its_state(store, submit):
     job = submit()
-    version = edits.version_of(job)
+    version = jobs.version_of(job)
     moved = store.write(lambda session: jobs.transition(session, job.id, JobState.STARTING))
-    assert edits.version_of(moved) == version
-    assert edits.version_of(edit(store, job, priority=1)) != version
-    assert edits.version_of(edit(store, job, name="other")) != version
-    assert edits.version_of(submit()) != version, "two jobs have nothing in common"
+    assert jobs.version_of(moved) == version
+    assert jobs.version_of(edit(store, job, priority=1)) != version
+    assert jobs.version_of(edit(store, job, name="other")) != version
+    assert jobs.version_of(submit()) != version, "two jobs have nothing in common"
 
 
 def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
     job = submit()
-    version = edits.version_of(job)
+    version = jobs.version_of(job)
     edit(store, job, priority=1, expected={version, "another"})
     with pytest.raises(JobChanged, match="read it again"):
         edit(store, job, priority=2, expected={version})
@@ -298,7 +298,7 @@ def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
 
 def test_edit_of_an_unknown_job_raises_job_not_found(store):
     with pytest.raises(JobNotFound):
-        store.write(lambda session: edits.edit(session, "job_000000000000", priority=1))
+        store.write(lambda session: jobs.edit(session, "job_000000000000", priority=1))
 
 
 def test_edit_changes_the_submitted_spec_and_its_event_has_generation_and_step(store, submit):

@@ -5,7 +5,7 @@ import time
 import pytest
 from sqlalchemy import text
 
-from manta.service.keys.identity import Scope
+from manta.service.identity import Scope
 from manta.service.store import audit, job_rows, jobs, keys, projects
 from manta.service.store.audit import AuditRecord
 from manta.service.store.errors import InvalidCursor, KeyNotFound, LinkInvalid, ProjectExists, ProjectNotFound

@@ -1,6 +1,7 @@
 """The ledger of a job as its rows tell it, and its recoveries."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,6 @@ from manta.service.recovery.timeline import RecoveryTimeline
 from manta.service.states import JobState
 from manta.service.store import events, generations, jobs, ledgers, metrics, recoveries
 from manta.service.store.errors import JobNotFound
-from manta.service.store.recoveries import RecoveryStart
 
 
 def begin(store, job, *arguments):
@@ -88,7 +88,7 @@ def test_ledger_of_a_recovered_job_books_each_phase_and_the_time_after_its_last_
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 1)
         timeline = RecoveryTimeline(noticed_at=1014.0, failed_at=1012.0, rested_at=1015.0)
-        recoveries.begin(session, started.id, number, RecoveryStart("killed", 3, "rank 3 was killed", timeline))
+        recoveries.begin(session, started.id, number, timeline, kind="killed", rank=3, cause="rank 3 was killed")
         recoveries.record_latest(session, started.id, number, connected_at=1017.0, restored_at=1020.0)
 
     def end(session):
@@ -126,8 +126,9 @@ def recovering(store, started):
     def recover(session):
         number = generations.begin(session, started.id, "rank 3 was killed", True, "snapshot", 7)
         timeline = RecoveryTimeline(noticed_at=101.0, failed_at=100.0, rested_at=102.0)
-        known = RecoveryStart("killed", 3, "rank 3 was killed", timeline, "n1", (3,), 7, "snapshot", 7)
-        recoveries.begin(session, started.id, number, known)
+        known = {"kind": "killed", "rank": 3, "cause": "rank 3 was killed", "node": "n1"}
+        recoveries.begin(session, started.id, number, timeline, **known, source="snapshot", resume_step=7)
+        recoveries.record_replaced(session, started.id, number, (3,), 7)
 
     store.write(recover)
     return started
@@ -175,8 +176,8 @@ def test_generation_without_a_failure_has_no_recovery(store, started):
 def test_recoveries_of_a_job_are_paged_in_the_order_of_generations(store, recovering):
     for _ in range(3):
         number = begin(store, recovering, True)
-        known = RecoveryStart("killed", 0, "again", RecoveryTimeline(1.0))
-        store.write(lambda session, n=number, k=known: recoveries.begin(session, recovering.id, n, k))
+        known = partial(recoveries.begin, timeline=RecoveryTimeline(1.0), kind="killed", rank=0, cause="again")
+        store.write(partial(known, job_id=recovering.id, generation=number))
     first = store.query(recoveries.page, recovering.id, limit=3)
     rest = store.query(recoveries.page, recovering.id, limit=3, cursor=first.next_cursor)
     assert [row.generation for row in (*first.items, *rest.items)] == [2, 3, 4, 5]

@@ -14,15 +14,14 @@ from sqlalchemy.exc import OperationalError
 from manta.service.states import JobState
 from manta.service.store import (
     Store,
+    backup_file,
     checkpoints,
     deletion,
-    edits,
     events,
     generations,
     jobs,
     pauses_and_retries,
     postgresql,
-    restored,
 )
 from manta.service.store.database import may_pass, newest_revision
 from manta.service.store.errors import OutcomeUnknown, StoreUnusable
@@ -108,7 +107,7 @@ CHANGES = {
     "wait": lambda session, job: jobs.set_waiting(session, job, {"needed": 8}),
     "lay out": lambda session, job: jobs.set_layout(session, job, ParallelConfig()),
     "report": lambda session, job: jobs.accept_report(session, job, 0, 0, 1),
-    "edit": lambda session, job: edits.edit(session, job, priority=1),
+    "edit": lambda session, job: jobs.edit(session, job, priority=1),
     "begin a generation": lambda session, job: generations.begin(session, job, "submitted", False),
     "save": lambda session, job: checkpoints.begin(session, job, 0, 5, "/x"),
     "pause": pauses_and_retries.request_pause,
@@ -118,8 +117,8 @@ CHANGES = {
     "delete if expired": lambda session, job: deletion.begin_if_expired(session, job, 0.0, "old"),
     "note an obstacle": lambda session, job: deletion.record_obstacle(session, job, "in the way"),
     "end a deletion": deletion.end,
-    "pause a restored one": restored.pause,
-    "know a generation": lambda session, job: restored.know_generation(session, job, 3),
+    "pause a restored one": backup_file.pause,
+    "know a generation": lambda session, job: backup_file.know_generation(session, job, 3),
 }
 
 

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 
-from manta.service.backoff import backoff, backoff_after
 from manta.service.states import JobState
 from manta.service.store.database import may_pass, until_done
 from manta.service.store.errors import IllegalTransition
+from manta.service.tasks import backoff, backoff_after
 from tests.service.support.virtual_time import VirtualTimeLoop
 
 

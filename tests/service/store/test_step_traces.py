@@ -3,7 +3,7 @@
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import events, generations, jobs, ranks, step_traces, trace_requests
+from manta.service.store import events, generations, jobs, ranks, step_traces
 from manta.service.store.errors import TraceNotFound, TraceNotPossible
 from manta.workers.timing.recording import INTERRUPTED, PackedRecording
 
@@ -20,16 +20,16 @@ def training(store, started):
 
 
 def request(store, job, steps=1, step=0, profiler_ranks=()):
-    return store.write(lambda s: trace_requests.request(s, job, steps, step, profiler_ranks)).number
+    return store.write(lambda s: step_traces.request(s, job, steps, step, profiler_ranks)).number
 
 
 def recorded(store, job, number, rank, problem="", count=3, generation=1):
     packed = PackedRecording("x", count, problem=problem)
-    store.write(lambda s: trace_requests.record_recorded(s, job, number, generation, 5, rank, packed))
+    store.write(lambda s: step_traces.record_recorded(s, job, number, generation, 5, rank, packed))
 
 
 def begun(store, job, number, generation=1):
-    store.write(lambda s: trace_requests.record_beginning(s, job, number, generation, 5))
+    store.write(lambda s: step_traces.record_beginning(s, job, number, generation, 5))
 
 
 def row(store, job, number):
@@ -139,7 +139,7 @@ def test_trace_request_for_a_missing_rank_names_the_only_rank(store, submit):
 
 
 def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
-    for _ in range(trace_requests.MAX_WAITING):
+    for _ in range(step_traces.MAX_WAITING):
         request(store, training)
     with pytest.raises(TraceNotPossible, match=r"5 traces of job .* are unfinished"):
         request(store, training)
@@ -150,7 +150,7 @@ def test_a_job_that_is_over_or_has_traces_enough_takes_no_more(store, training):
 
 
 def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
+    monkeypatch.setattr(step_traces, "MAX_TRACES", 3)
     for number in range(1, 6):
         assert request(store, training) == number
         recorded(store, training, number, 0)
@@ -163,7 +163,7 @@ def test_oldest_trace_is_removed_and_numbers_are_not_reused(store, training, mon
 
 
 def test_unfinished_traces_count_towards_the_limit_and_are_not_removed(store, training, monkeypatch):
-    monkeypatch.setattr(trace_requests, "MAX_TRACES", 3)
+    monkeypatch.setattr(step_traces, "MAX_TRACES", 3)
     all_kept = ([1], [1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [4, 5, 6], [4, 6, 7])
     for kept in all_kept:
         number = request(store, training)

@@ -43,7 +43,7 @@ def until(plane, job, *states):
     """The job, once it is in one of these states and, where that is final, has no supervisor any more."""
 
     def seen():
-        row = plane._job(job.id)
+        row = plane.store.query(jobs.get, job.id)
         return row if row.state in states and (row.state == "RUNNING" or job.id not in plane._owners.by_job) else None
 
     return plane._call(reached(seen))

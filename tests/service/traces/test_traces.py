@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.service.store import generations
+from manta.service.store import generations, jobs
 from manta.service.traces import exporter, traces
 from manta.service.traces.exporter import SpanSender, traces_endpoint
 from manta.service.traces.spans import Span
@@ -71,7 +71,12 @@ def kill_and_recover(plane, cluster, job):
         victim.say(Exited(signal=SIGKILL), at=time.time())
 
     plane._call(die())
-    seen(plane, lambda: plane._job(job.id).generation == 2 and plane._job(job.id).state == "RUNNING")
+
+    def runs_again():
+        row = plane.store.query(jobs.get, job.id)
+        return row.generation == 2 and row.state == "RUNNING"
+
+    seen(plane, runs_again)
 
 
 def test_job_that_is_placed_trains_and_recovers_is_traced(start, cluster, submit, collector):

@@ -21,9 +21,9 @@ from manta.workers.liveness.progress import Progress, ProgressReader, progress_p
 
 MEANT = {
     "workers/parallel/data/zero.py _read": "the step's numbers, once, when all of it is queued",
-    "workers/engine.py value": "the scale lies in host memory",
-    "workers/engine.py after_finite": "so do the good steps since",
-    "workers/engine.py after_overflow": "as above",
+    "workers/parallel/data/loss_scaling.py value": "the scale lies in host memory",
+    "workers/parallel/data/loss_scaling.py after_finite": "so do the good steps since",
+    "workers/parallel/data/loss_scaling.py after_overflow": "as above",
 }
 """Where the host may wait in a step, and why."""
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}

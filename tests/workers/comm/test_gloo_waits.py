@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from manta.workers.comm import process_groups
-from manta.workers.comm.process_groups import GlooWaits
+from manta.workers.comm import gloo_waits
+from manta.workers.comm.gloo_waits import GlooWaits
 from manta.workers.errors import PeerLost
 
 SECONDS = 30.0
@@ -53,7 +53,7 @@ class Ending(Endless):
 @pytest.fixture
 def waits(monkeypatch):
     """Of a rank whose communication is broken off in the third look at it."""
-    monkeypatch.setattr(process_groups, "END_SECONDS", 0.01)
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", 0.01)
     looks = []
 
     def interrupted():
@@ -66,7 +66,7 @@ def waits(monkeypatch):
 @pytest.fixture
 def undisturbed(monkeypatch):
     """Of a rank whose communication is not broken off, however late what it waits for comes."""
-    monkeypatch.setattr(process_groups, "END_SECONDS", SECONDS)
+    monkeypatch.setattr(gloo_waits, "END_SECONDS", SECONDS)
     return GlooWaits(lambda: False)
 
 

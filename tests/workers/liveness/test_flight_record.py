@@ -7,8 +7,8 @@ import pytest
 import torch
 from flight_dumps import FlightDump
 
-from manta.workers.comm import process_groups
-from manta.workers.comm.process_groups import capture_flight_record
+from manta.workers.comm import flight_recorder
+from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.config import ParallelConfig
 from manta.workers.liveness.flight_record import AFTER, BEFORE, FlightOperation, FlightRecord, read_flight_record
 from manta.workers.protocol.json_codec import from_json, to_json
@@ -138,13 +138,13 @@ def test_flight_record_of_this_torch_version_can_be_read(ranks):
 def test_flight_record_asks_nccls_recorder_first_and_ignores_unknown_dumps(monkeypatch):
     dump = FlightDump()
     dump.collective(*WORLD)
-    names = dict(zip(process_groups._DUMPS, (b"{}", dump.text), strict=True))
+    names = dict(zip(flight_recorder._DUMPS, (b"{}", dump.text), strict=True))
 
     def offer(**dumps):
-        for name in process_groups._DUMPS:
-            monkeypatch.delattr(process_groups._distributed_c10d, name, raising=False)
+        for name in flight_recorder._DUMPS:
+            monkeypatch.delattr(flight_recorder._distributed_c10d, name, raising=False)
         for name, text in dumps.items():
-            monkeypatch.setattr(process_groups._distributed_c10d, name, lambda text=text: text, raising=False)
+            monkeypatch.setattr(flight_recorder._distributed_c10d, name, lambda text=text: text, raising=False)
         return capture_flight_record()
 
     expected = read_flight_record(dump.text)

@@ -20,8 +20,8 @@ from engine_specs import axes, document
 from plain_gpt import PlainGPT, random_weights
 from rank_programs import Precise, assemble, attempts, poisoned_steps, run_precise
 
-from manta.workers import engine
-from manta.workers.engine import LossScale
+from manta.workers.parallel.data import loss_scaling
+from manta.workers.parallel.data.loss_scaling import LossScale
 from manta.workers.spec.reading import parse_job_spec
 
 STEPS = 20
@@ -222,9 +222,9 @@ def test_fp16_step_that_no_scale_helps_leaves_the_scale_unchanged(ranks):
 
 
 def test_the_scale_grows_after_many_good_steps(monkeypatch):
-    monkeypatch.setattr(engine, "LOSS_SCALE_GROWTH_STEPS", 3)
+    monkeypatch.setattr(loss_scaling, "GROWTH_STEPS", 3)
     scale = LossScale(dynamic=True)
-    assert scale.value == engine.INITIAL_LOSS_SCALE == 2.0**16
+    assert scale.value == loss_scaling.INITIAL == 2.0**16
     for _ in range(3):
         assert scale.value == 2.0**16
         scale.after_finite()

@@ -86,46 +86,36 @@ def test_report_buffer_thins_every_second_row_again_after_a_full_read():
     assert steps_of(asyncio.run(read())) == [*range(1002, 1021, 2), 1021]
 
 
-def test_report_buffer_answers_the_newest_reader_and_releases_earlier_ones():
-    async def body():
-        buffer = ReportBuffer()
-        first = asyncio.create_task(buffer.read(0, 3600.0))
-        await asyncio.sleep(0)
-        second = asyncio.create_task(buffer.read(0, 3600.0))
-        assert await first == []
-        assert not second.done()
-        add_rows(buffer, [1])
-        assert steps_of(await second) == [1]
-
-    asyncio.run(body())
+async def test_report_buffer_answers_the_newest_reader_and_releases_earlier_ones():
+    buffer = ReportBuffer()
+    first = asyncio.create_task(buffer.read(0, 3600.0))
+    await asyncio.sleep(0)
+    second = asyncio.create_task(buffer.read(0, 3600.0))
+    assert await first == []
+    assert not second.done()
+    add_rows(buffer, [1])
+    assert steps_of(await second) == [1]
 
 
-def test_report_buffer_repeats_unacknowledged_reports_unchanged():
-    async def body():
-        buffer = ReportBuffer()
-        buffer.add(Exited(code=0), 3, 5, when=7.0)
-        buffer.add(Exited(code=1), 4, 6, when=8.0)
-        first = await buffer.read(0, 0.01)
-        assert [(each.generation, each.rank, each.time, each.sequence) for each in first] == [
-            (3, 5, 7.0, 1),
-            (4, 6, 8.0, 2),
-        ]
-        assert await buffer.read(0, 0.01) == first, "the answer to the read before may have been lost"
-        assert await buffer.read(1, 0.01) == first[1:]
-
-    asyncio.run(body())
+async def test_report_buffer_repeats_unacknowledged_reports_unchanged():
+    buffer = ReportBuffer()
+    buffer.add(Exited(code=0), 3, 5, when=7.0)
+    buffer.add(Exited(code=1), 4, 6, when=8.0)
+    first = await buffer.read(0, 0.01)
+    assert [(each.generation, each.rank, each.time, each.sequence) for each in first] == [
+        (3, 5, 7.0, 1),
+        (4, 6, 8.0, 2),
+    ]
+    assert await buffer.read(0, 0.01) == first, "the answer to the read before may have been lost"
+    assert await buffer.read(1, 0.01) == first[1:]
 
 
-def test_report_without_a_time_gets_the_current_one(monkeypatch):
+async def test_report_without_a_time_gets_the_current_one(monkeypatch):
     monkeypatch.setattr(report_buffer.time, "time", lambda: 50.0)
-
-    async def body():
-        buffer = ReportBuffer()
-        buffer.add(Exited(code=0), 1, 0)
-        (report,) = await buffer.read(0, 0.01)
-        assert report.time == 50.0
-
-    asyncio.run(body())
+    buffer = ReportBuffer()
+    buffer.add(Exited(code=0), 1, 0)
+    (report,) = await buffer.read(0, 0.01)
+    assert report.time == 50.0
 
 
 def test_report_buffer_keeps_all_rows_up_to_its_limit():
@@ -135,21 +125,17 @@ def test_report_buffer_keeps_all_rows_up_to_its_limit():
     assert steps_of(read_all(buffer)) == list(range(1, 21))
 
 
-def test_report_buffer_limits_the_reports_of_one_read(monkeypatch):
+async def test_report_buffer_limits_the_reports_of_one_read(monkeypatch):
     """Else one answer to a control plane that was gone for an hour would be larger than any message may be."""
     monkeypatch.setattr(report_buffer, "REPORTS_PER_READ", 2)
-
-    async def body():
-        buffer = ReportBuffer()
-        for code in range(5):
-            buffer.add(Exited(code=code), 1, 0)
-        sizes, after = [], 0
-        while reports := await buffer.read(after, 0.01):
-            sizes.append(len(reports))
-            after = reports[-1].sequence
-        assert (sizes, after) == ([2, 2, 1], 5)
-
-    asyncio.run(body())
+    buffer = ReportBuffer()
+    for code in range(5):
+        buffer.add(Exited(code=code), 1, 0)
+    sizes, after = [], 0
+    while reports := await buffer.read(after, 0.01):
+        sizes.append(len(reports))
+        after = reports[-1].sequence
+    assert (sizes, after) == ([2, 2, 1], 5)
 
 
 def test_report_buffer_keeps_only_the_newest_sample_of_all_ranks():

@@ -19,7 +19,7 @@ from rank_processes import HOST, SECRET
 from repair_programs import PeersToTell, on_each_message
 from reported import events_of, rows_of
 
-from manta.service.backups.rank_backups import complete_states
+from manta.service.job.rank_backups import complete_states
 from manta.service.recovery.decisions import choose_resume
 from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from manta.workers.system import processes, resources
-from manta.workers.system.processes import AUTOGROUP, NICENESS
+from manta.workers.system import priority, resources
+from manta.workers.system.priority import AUTOGROUP, NICENESS
 from manta.workers.system.resources import OtherCpuLoad, usable_cores
 
 
@@ -92,7 +92,7 @@ def test_busy_time_is_available_from_this_kernel():
 
 SCRIPT = """
 import os, threading
-from manta.workers.system.processes import lower_priority
+from manta.workers.system.priority import lower_priority
 os.nice({before})
 lower_priority(), lower_priority()
 late = []
@@ -103,7 +103,7 @@ print(os.getpriority(os.PRIO_PROCESS, 0), *late)
 
 OF_A_SESSION = """
 import threading
-from manta.workers.system.processes import AUTOGROUP, lower_priority
+from manta.workers.system.priority import AUTOGROUP, lower_priority
 lower_priority()
 for thread in threading.enumerate()[1:]:
     thread.join()  # it asks again: somebody else on this machine has just asked
@@ -149,11 +149,11 @@ def test_lower_priority_is_retried_while_the_kernel_is_busy(monkeypatch):
             if answer := answers.pop(0):
                 raise answer
 
-    monkeypatch.setattr(processes, "AUTOGROUP", Autogroup())
-    monkeypatch.setattr(processes, "PAUSE_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(priority, "AUTOGROUP", Autogroup())
+    monkeypatch.setattr(priority, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
     before = set(threading.enumerate())
-    processes.lower_priority()
+    priority.lower_priority()
     for thread in set(threading.enumerate()) - before:
         thread.join()
     assert not answers

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from manta.workers.system.gpu import PinnedMemory
-from manta.workers.system.resources import killed_for_memory, memory_available
+from manta.workers.system.host_memory import killed_for_memory, memory_available
 
 
 class Runtime:

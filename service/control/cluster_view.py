@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.cluster.nodes import GpuReadings, Nodes, RayNode
+from manta.service.cluster.nodes import GpuReadings, Nodes
 from manta.service.cluster.placement import UNITS, Unit
 from manta.service.store import Store, ranks
 from manta.workers.protocol.messages import GpuReading
@@ -68,7 +68,10 @@ async def measured(cluster: Cluster | None, requested_at: float, owned: int, lag
             capacities = [await cluster.nodes.capacity(unit, all_living=True) for unit in UNITS]
     except (ClusterUnavailable, TimeoutError):
         return Measurements(delay, owned, lags, ray_answers=False)
-    nodes = tuple(_node(cluster.nodes, node) for node in known)
+    nodes = tuple(
+        NodeMeasurements(node.id, node.host, _state(cluster.nodes, node.id), gpus_of(cluster.nodes, node.id))
+        for node in known
+    )
     units = {capacity.unit: (capacity.total, capacity.free) for capacity in capacities}
     return Measurements(delay, owned, lags, nodes=nodes, units=units)
 
@@ -77,10 +80,6 @@ def gpus_of(nodes: Nodes, node: str) -> tuple[GpuReading, ...]:
     """Recent readings of a node's GPUs."""
     heard = nodes.gpus.get(node)
     return heard.readings if heard is not None and time.monotonic() - heard.heard_at < FRESH_SECONDS else ()
-
-
-def _node(nodes: Nodes, node: RayNode) -> NodeMeasurements:
-    return NodeMeasurements(node.id, node.host, _state(nodes, node.id), gpus_of(nodes, node.id))
 
 
 def _state(nodes: Nodes, node: str) -> NodeState:

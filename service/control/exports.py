@@ -16,13 +16,13 @@ from typing import IO
 
 from sqlalchemy.orm import Session
 
-from manta.service.backoff import backoff
+from manta.service.control.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
-from manta.service.file_work import FILE_SECONDS, FileWork, NotFinished
 from manta.service.settings import without_secrets
 from manta.service.store import Store, checkpoints, events, exports
 from manta.service.store.database import INITIAL_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, may_pass
-from manta.service.store.tables import Checkpoint, Export
+from manta.service.store.tables import Export
+from manta.service.tasks import backoff
 from manta.workers.system.daemon_threads import in_daemon_thread
 from manta.workers.weights.mapping import Dtype, Format
 
@@ -107,11 +107,12 @@ class Exports:
         self, session: Session, job_id: str, checkpoint_id: str, target: Path, format: Format, dtype: Dtype | None
     ) -> tuple[Export, str]:
         checkpoint = checkpoints.get(session, job_id, checkpoint_id)
-        _refuse_incomplete(checkpoint)
+        if checkpoint.state != checkpoints.COMPLETE:
+            raise ExportNotPossible(f"{checkpoint.id} is {checkpoint.state}, and only a complete one can be exported")
         return exports.begin(session, job_id, checkpoint_id, str(target), format, dtype), checkpoint.path
 
     def _target(self, to: str) -> Path:
-        """The folder that `to` names; links are resolved before it is compared with the roots. Raises InvalidTarget."""
+        """The folder that `to` names; links are resolved before it is compared with the roots."""
         if not to.strip():
             raise InvalidTarget("the folder has no name: give the name of a folder for the weights")
         if "://" in to:
@@ -192,24 +193,9 @@ class Exports:
             self._one_is_over.wait_for(lambda: not self._runs, CLOSE_SECONDS)
 
 
-def _refuse_incomplete(checkpoint: Checkpoint) -> None:
-    if checkpoint.state != checkpoints.COMPLETE:
-        raise ExportNotPossible(f"{checkpoint.id} is {checkpoint.state}, and only a complete one can be exported")
-
-
 def _started(source: str, target: Path, format: Format, dtype: Dtype | None) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "manta.workers.weights.export",
-        source,
-        "--to",
-        str(target),
-        "--format",
-        format,
-    ]
-    command += ["--json", *([] if dtype is None else ["--dtype", dtype])]
+    command = [sys.executable, "-P", "-m", "manta.workers.weights.export", source, "--to", str(target)]
+    command += ["--format", format, "--json", *([] if dtype is None else ["--dtype", dtype])]
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -1,5 +1,5 @@
 """Writing to the home of a service, which may be full or read-only; and the file there that contains its automatic key
-(`service/keys/installation_keys.py`), which only its owner can read."""
+(`service/installation_keys.py`), which only its owner can read."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from manta.service.backups.partners import partners, reachable
 from manta.service.cluster.agent_client import AgentClient, AgentError
+from manta.service.cluster.placement import partners, reachable
 from manta.workers.protocol.messages import Endpoint, StoredSnapshot
 from manta.workers.snapshot.files import BACKUP_PREFIX
 

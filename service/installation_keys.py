@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sqlalchemy.orm import Session
 
-from manta.service.home.own_files import KEY_FILE, read_key, write_key
-from manta.service.keys.identity import DEFAULT_PROJECT, Scope, digest_of, may_be_key, new_key
+from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, may_be_key, new_key
+from manta.service.own_files import KEY_FILE, read_key, write_key
 from manta.service.store import ApiKey, Store, audit, keys
 from manta.service.store.audit import AuditRecord
 from manta.workers.errors import MantaError

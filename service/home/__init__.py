@@ -1,1 +1,0 @@
-"""The folder of a service, and that of its jobs."""

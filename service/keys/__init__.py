@@ -1,1 +1,0 @@
-"""Keys, and the secrets that prove who somebody is."""

@@ -1,1 +1,0 @@
-"""What the control plane knows about itself and the cluster."""

@@ -1,1 +1,0 @@
-"""Deletion of jobs and checkpoints."""
