@@ -30,7 +30,7 @@ from manta.service.planner.machines import Calibrated
 from manta.service.planner.memory import memory_of
 from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import StepModel
-from manta.workers.calibration.steps import random_batch
+from manta.workers.calibration.device import random_batch
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine

@@ -140,7 +140,7 @@ def _chosen(size: Size, device: torch.device) -> Size:
 
 def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Namespace, device: torch.device) -> None:
     peak, products = measure_peak_flops(str(device)), contestants.product_rate(device)
-    report.add("peak", round(peak.flops / 1e12, 3), "TFLOP/s")
+    report.add("peak", round(peak.peak_flops / 1e12, 3), "TFLOP/s")
     report.add("matrix_products", round(products / 1e12, 3), "TFLOP/s")
     for name, size in sizes.items():
         contest = _contestants(size, options)
@@ -149,7 +149,7 @@ def _measure_models(report: Report, sizes: dict[str, Size], options: argparse.Na
             make, spec = contest[who]
             with going_on(report, f"{name}_{who}"):
                 taken = contestants.timed(functools.partial(make, spec, device), options.steps, device)
-                _add_step(report, f"{name}_{who}", spec, taken, peak.flops, products)
+                _add_step(report, f"{name}_{who}", spec, taken, peak.peak_flops, products)
                 if make is contestants.manta:
                     report.add(f"{name}_{who}_memory_predicted", device_bytes(spec)[0].total, "bytes")
             _write(report, options.out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from manta.service.planner.pipeline import PASS_NAMES, Pipeline, StageTimes
+from manta.service.planner.pipeline import Pipeline, StageTimes
 from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import chunk_location
 
@@ -45,7 +45,7 @@ class Timeline:
         passes: list[list[tuple[Action, float, float]]] = [[] for _ in range(pipeline.stages)]
         for bar in pipeline.bars(micro_batches):
             _, chunk = chunk_location(pipeline.kind, pipeline.stages, pipeline.virtual_stages, bar.stage)
-            action = Action(PASS_NAMES[bar.kind], bar.micro_batch, chunk)
+            action = Action(bar.kind, bar.micro_batch, chunk)
             passes[bar.rank].append((action, bar.begin, bar.end))
         return cls(passes)
 

@@ -45,31 +45,20 @@ def _note(cluster: Cluster) -> str | None:
 
 
 def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[str]:
-    if machine.measured_on is not None:
-        yield OTHER_FORM.format(device=machine.measured_on, name=machine.accelerator.name)
-    if (note := _note_of(machine, several, several_nodes)) is not None:
-        yield note
-
-
-def _note_of(machine: Machine, several: bool, several_nodes: bool) -> str | None:
     """`several`: whether there are several GPUs."""
+    name = machine.accelerator.name
+    if machine.measured_on is not None:
+        yield OTHER_FORM.format(device=machine.measured_on, name=name)
     if machine.refined is not None:
-        return _refined(machine)
-    if machine.is_assumed:
-        return ASSUMED
-    if not (several and machine.links_are_assumed):
-        return None
-    if machine.links is None:
-        return LINKS_ASSUMED
-    waits = "how long they wait for one another"
-    return WAITS_ASSUMED.format(what=f"what lies between nodes, and {waits}," if several_nodes else waits)
-
-
-def _refined(machine: Machine) -> str:
-    assert machine.refined is not None
-    factors = ", ".join(f"{name} x {factor:.2f}" for name, factor in moved(machine).items())
-    name, jobs = machine.accelerator.name, machine.refined.jobs
-    return f"the assumed constants of {name} were refined by {jobs} jobs that ran on such machines: {factors}"
+        factors = ", ".join(f"{constant} x {factor:.2f}" for constant, factor in moved(machine).items())
+        jobs = f"{machine.refined.jobs} jobs that ran on such machines"
+        yield f"the assumed constants of {name} were refined by {jobs}: {factors}"
+    elif machine.is_assumed:
+        yield ASSUMED
+    elif several and machine.links_are_assumed:
+        waits = "how long they wait for one another"
+        what = f"what lies between nodes, and {waits}," if several_nodes else waits
+        yield LINKS_ASSUMED if machine.links is None else WAITS_ASSUMED.format(what=what)
 
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:

@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY
-from manta.service.planner.layer_kinds import StagePasses
 from manta.service.planner.operations import host_wait, memory_seconds
-from manta.service.planner.step_time import StepModel, StepTime, slowest_of
+from manta.service.planner.step_time import StagePasses, StepModel, StepTime, slowest_of
 from manta.workers.accounting.flops import trained_parameters
 from manta.workers.accounting.state_costs import bytes_per_parameter, checkpoint_bytes, steps_between
-from manta.workers.config import CheckpointConfig, JobSpec
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,9 @@ def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
     spec = model.spec
     steps, train, keeps = spec.train.steps, spec.train, spec.checkpoint
     stall = stall_seconds(model, time)
-    every, saved = _snapshot_every(keeps, stall, time.seconds), _checkpoints(steps, keeps.every_steps)
+    wanted = 0 if keeps.snapshots == "off" else keeps.snapshot_every_steps
+    every = steps_between(stall, time.seconds) if wanted == "auto" else wanted
+    saved = -(-steps // keeps.every_steps) if keeps.every_steps else 0  # one of the last step among them
     size, between = checkpoint_bytes(spec), keeps.every_steps * time.seconds
     validations = steps // train.validate_every if train.validate_every else 0
     return BesideSteps(
@@ -117,19 +117,6 @@ def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
     )
 
 
-def _snapshot_every(keeps: CheckpointConfig, stall: float, step_seconds: float) -> int:
-    """Steps between snapshots; 0: none are taken."""
-    if keeps.snapshots == "off":
-        return 0
-    every = keeps.snapshot_every_steps
-    return steps_between(stall, step_seconds) if every == "auto" else every
-
-
-def _checkpoints(steps: int, every: int) -> int:
-    """Number of checkpoints: one every `every` steps (0: none), and one of the last step."""
-    return -(-steps // every) if every else 0
-
-
 def _at_snapshots(steps: int, every: int, snapshot_every: int) -> int:
     """How many of the checkpoints are of steps that also have a snapshot."""
     if every == 0 or snapshot_every == 0:
@@ -142,7 +129,10 @@ def validation_seconds(model: StepModel) -> float:
     """Seconds of one validation of all held-out texts, with the number of global batches asked for: forward passes
     only, and then the wait for the slowest replica."""
     spec = model.spec
-    return _validation_batches(spec) * _forwards(model) * slowest_of(spec.layout.data, model.cluster)
+    default = spec.train.validation_batches
+    batches = default if spec.data.validation_fraction > 0 else 0
+    batches += sum(each.batches or default for each in spec.data.validation)
+    return batches * _forwards(model) * slowest_of(spec.layout.data, model.cluster)
 
 
 def _forwards(model: StepModel) -> float:
@@ -158,12 +148,6 @@ def _forwards(model: StepModel) -> float:
         # No backward follows in which the host could get ahead.
         return spec.micro_batches * (budgets[0].device_seconds + host_wait(machine, budgets[0]))
     return replace(evaluating.pipeline(), trains=False).seconds(spec.micro_batches)
-
-
-def _validation_batches(spec: JobSpec) -> int:
-    default = spec.train.validation_batches
-    own = default if spec.data.validation_fraction > 0 else 0
-    return own + sum(each.batches or default for each in spec.data.validation)
 
 
 def stall_seconds(model: StepModel, time: StepTime) -> float:

@@ -3,39 +3,41 @@ its stages would share the layers by time. Pure Python."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 from manta.service.planner.candidates import Candidate, rank_totals
 from manta.service.planner.communication import groups_of
 from manta.service.planner.engine_passes import layer_time
 from manta.service.planner.hardware import Cluster, with_threads
-from manta.service.planner.layer_kinds import FrozenSizes, StagePasses
-from manta.service.planner.memory import RankMemory, layers_with_room, step_peak_on, usable_bytes, worst_rank
-from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds, shape_of
+from manta.service.planner.memory import layers_with_room, step_peak_on, usable_bytes, worst_rank
+from manta.service.planner.pipeline import min_pipeline_seconds
 from manta.service.planner.software import Software
-from manta.service.planner.stage_shares import chunks_of, shared_out
-from manta.service.planner.step_time import StepModel, StepTime, min_backward_seconds, slowest_of, threads_in
+from manta.service.planner.stage_shares import Counts, chunks_of, shared_out
+from manta.service.planner.step_time import (
+    StagePasses,
+    StepModel,
+    StepTime,
+    min_backward_seconds,
+    slowest_of,
+    threads_in,
+)
 from manta.workers.accounting.activation_bytes import saved_terms
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.accounting.flops import ParameterCounts, parameter_counts
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
-from manta.workers.spec.parameters import padded_rows
+from manta.workers.spec.parameters import first_trained_layer, frozen_names, padded_rows
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
 
 
-@dataclass(frozen=True)
-class _End:
-    """What comes behind the pipeline in a step."""
-
-    model: StepModel
-    """Of one of the steps that end like this."""
-    tied: float
-    optimizer: float
+_Made = TypeVar("_Made")
 
 
 class Bounds:
@@ -44,205 +46,164 @@ class Bounds:
 
     def __init__(self, job: JobSpec, cluster: Cluster, software: Software):
         self.job, self.cluster, self.software = job, cluster, software
-        self._parts: dict[tuple[int, int, str, int, int], StagePasses] = {}
-        self._frozen = FrozenSizes(job) if job.train.frozen else None
-        self._memory: dict[Candidate, RankMemory] = {}
-        self._room: dict[tuple[Candidate, float], tuple[int, ...]] = {}
-        self._times: dict[Candidate, StepTime] = {}
-        self._least: dict[Candidate, float] = {}
-        self._layer_bytes: dict[tuple[int, int, str], int] = {}
-        self._ends: dict[tuple[int, int, int, int, str, int], _End] = {}
+        self._known: dict[tuple[object, ...], Any] = {}
         wish, machine = ParallelConfig() if isinstance(job.parallel, str) else job.layout, cluster.machine
         self._ends_differ = bool(machine.core or machine.gpu) or wish.gather == "beside_forward"
-        self._peaks: dict[tuple[int, int, str, bool], StepPeak] = {}
-        self._most: dict[tuple[int, int, int, str], int] = {}
-        self._messages: dict[tuple[int, int], float] = {}
 
-    def _parts_of(self, candidate: Candidate) -> StagePasses:
-        """The times of the parts of the model."""
-        threads, counted = self._threads(candidate), self._counted(candidate)
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute, threads, counted
-        if key not in self._parts:
-            spec, cluster = (
-                self._alone(candidate, candidate.data if counted else 1),
-                with_threads(self.cluster, threads),
-            )
-            layer = layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software)
-            self._parts[key] = StagePasses(layer)
-        return self._parts[key]
+    def _once(self, key: tuple[object, ...], make: Callable[[], _Made]) -> _Made:
+        """What `make` returns, which is called only once for each key."""
+        if key not in self._known:
+            self._known[key] = make()
+        made: _Made = self._known[key]
+        return made
 
-    def _counted(self, candidate: Candidate) -> int:
-        """Number of micro-batches if a pass takes longer with more of them; else 0."""
-        return candidate.micro_batches(self.job) if self.software.counts_kernels else 0
+    def passes(self, candidate: Candidate) -> StagePasses:
+        """The times of the candidate's virtual stages."""
+        threads = 1 if self.cluster.machine.core is None else threads_in(candidate.spec(self.job), self.cluster)
+        # The number of micro-batches matters if a pass takes longer with more of them.
+        counted = candidate.micro_batches(self.job) if self.software.counts_kernels else 0
 
-    def _threads(self, candidate: Candidate) -> int:
-        return 1 if self.cluster.machine.core is None else threads_in(candidate.spec(self.job), self.cluster)
+        def make() -> StagePasses:
+            spec = candidate.on_one_stage(candidate.data if counted else 1).spec(self.job)
+            cluster = with_threads(self.cluster, threads)
+            return StagePasses(layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software))
 
-    def _alone(self, candidate: Candidate, data: int = 1) -> JobSpec:
-        """A job whose layers are those of `candidate`, on one stage."""
-        return candidate.on_one_stage(data).spec(self.job)
+        return self._once(("passes", *_layer_of(candidate), threads, counted), make)
 
-    def _sizes_of(self, tensor: int) -> ParameterCounts:
-        return parameter_counts(self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor)
+    def _sizes(self, tensor: int) -> tuple[ParameterCounts, ParameterCounts]:
+        """All parameters on one of `tensor` tensor ranks, and those with gradients."""
 
-    def parameters(self, candidate: Candidate) -> int:
-        """Most parameters of a rank."""
+        def make() -> tuple[ParameterCounts, ParameterCounts]:
+            model, rows = self.job.model, padded_rows(self.job.vocabulary_size, tensor) // tensor
+            whole, frozen = (parameter_counts(model, tensor, rows, names) for names in (None, frozen_names(self.job)))
+            return whole, whole.minus(frozen)
+
+        return self._once(("sizes", tensor), make)
+
+    def _max_parameters(self, candidate: Candidate) -> int:
+        """Most parameters of a rank that have gradients; at least one."""
         c = candidate
-        if c.stage_layers:
-            return self._parameters(c)
-        key = c.tensor, c.pipeline, c.virtual_stages, c.schedule
-        if key not in self._most:
-            self._most[key] = self._parameters(c)
-        return self._most[key]
-
-    def _parameters(self, candidate: Candidate) -> int:
-        sizes, p = self._sizes_of(candidate.tensor), candidate.pipeline
-        if p == 1:
-            return sizes.before[-1] + sizes.both
-        ranks = self._totals(candidate)
-        if SCHEDULES[candidate.schedule].turns_back:
-            return max(ranks[0] * sizes.before[1] + sizes.both, max(ranks) * sizes.before[1])
-        ends = ranks[0] * sizes.before[1] + sizes.first, ranks[-1] * sizes.before[1] + sizes.last
-        return max(*ends, max(ranks) * sizes.before[1])
+        key = "most", c.tensor, c.pipeline, c.virtual_stages, c.schedule, c.stage_layers
+        return self._once(key, lambda: max(1, *_of_ranks(c, self.counts(c), self._sizes(c.tensor)[1])))
 
     def min_update_seconds(self, candidate: Candidate, stages: int) -> float:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
         pipeline's stages are on this cluster. It holds however layers are shared out: some rank has at least the mean
         number of parameters."""
-        if self._frozen is not None:
-            trained = self._frozen.whole(candidate.tensor)
-        else:
-            sizes = self._sizes_of(candidate.tensor)
-            trained = sizes.before[-1] + sizes.both
-        mean = max(1, trained // candidate.pipeline)
-        spec, parts = candidate._replace(pipeline=stages).spec(self.job), self._parts_of(candidate)
+        _, trained = self._sizes(candidate.tensor)
+        mean = max(1, (trained.before[-1] + trained.both) // candidate.pipeline)
+        spec, parts = candidate._replace(pipeline=stages).spec(self.job), self.passes(candidate)
         return StepModel(spec, self.cluster, self.software, parts, mean).optimizer_seconds()
 
     def min_bytes(self, candidate: Candidate) -> float:
         """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
         it has in flight."""
-        p, v = candidate.pipeline, candidate.virtual_stages
-        if self._frozen is not None:
-            more = self._bytes_of_state(candidate) - self._width
-            return self._frozen.min_bytes(candidate, self.counts(candidate), self._width, more)
-        if candidate.stage_layers:
-            return self._min_bytes_of_list(candidate)
+        c, width = candidate, 4 if self.job.train.precision == "fp32" else 2
+        turns_back, counts = SCHEDULES[c.schedule].turns_back, self.counts(c)
+        moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
+        state = width + 4 + moved / c.data  # bytes per trained parameter
+        if self.job.train.frozen:
+            return self._min_bytes_in_part(c, counts, width, state - width)
         # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
         # chunk's have come.
-        layers = self.job.model.layers // (p * v) * (1 if SCHEDULES[candidate.schedule].turns_back else v)
-        held = min(candidate.micro_batches(self.job), p) * layers
-        return self._state(candidate, self.parameters(candidate)) + held * self._bytes_of_layer(candidate)
+        most, kept = self._max_parameters(c) * state, self._kept_before(c)[1]
+        in_flight = min(c.micro_batches(self.job), c.pipeline)
+        if not c.stage_layers:
+            layers = self.job.model.layers // len(counts) * (1 if turns_back else c.virtual_stages)
+            return most + in_flight * layers * kept
+        # Of unequal stages, either the first rank, which has most micro-batches, or the one with the most parameters.
+        layers = counts[0] if turns_back else sum(counts[:: c.pipeline])
+        first = _of_ranks(c, counts, self._sizes(c.tensor)[0])[0] * state
+        return max(first + in_flight * layers * kept, most)
 
-    def _min_bytes_of_list(self, candidate: Candidate) -> float:
-        """`min_bytes` for unequal stages: the larger of what the first rank needs, which holds most micro-batches,
-        and the state of the rank with the most parameters."""
-        counts, sizes = candidate.stage_layers, self._sizes_of(candidate.tensor)
-        turns_back = SCHEDULES[candidate.schedule].turns_back
-        ends = sizes.both if turns_back else sizes.first
-        layers = counts[0] if turns_back else sum(counts[:: candidate.pipeline])
-        held = min(candidate.micro_batches(self.job), candidate.pipeline) * layers
-        first = self._state(candidate, self._totals(candidate)[0] * sizes.before[1] + ends)
-        most = self._state(candidate, self.parameters(candidate))
-        return max(first + held * self._bytes_of_layer(candidate), most)
+    def _min_bytes_in_part(self, candidate: Candidate, counts: Counts, frozen: float, trained: float) -> float:
+        """`min_bytes` with `frozen` bytes for each parameter, and `trained` more for each with gradients. The first
+        rank has as many micro-batches in flight as there are ranks, each later one has one less. For schedules with
+        several chunks only the first rank is looked at, and if chunks turn back only its first one."""
+        whole, with_gradients = self._sizes(candidate.tensor)
+        before = self._kept_before(candidate)
+        kept = _of_ranks(candidate, counts, ParameterCounts(before, 0, 0, 0))
+        if SCHEDULES[candidate.schedule].turns_back:
+            kept[0] = before[counts[0]]
+        if candidate.virtual_stages > 1:
+            kept[1:] = [0] * (candidate.pipeline - 1)
+        m, p = candidate.micro_batches(self.job), candidate.pipeline
+        ranks = zip(*(_of_ranks(candidate, counts, each) for each in (whole, with_gradients)), kept, strict=True)
+        return max(
+            frozen * own + trained * moved + min(m, p - rank) * bytes_kept
+            for rank, (own, moved, bytes_kept) in enumerate(ranks)
+        )
 
-    def _state(self, candidate: Candidate, parameters: int) -> float:
-        """Bytes of parameters, gradients and moments."""
-        return parameters * self._bytes_of_state(candidate)
+    def _kept_before(self, candidate: Candidate) -> tuple[int, ...]:
+        """Prefix sums, over layers that have a backward, of the bytes that each keeps of one full micro-batch."""
 
-    def _bytes_of_state(self, candidate: Candidate) -> float:
-        """Bytes of state per trained parameter."""
-        moved = 0 if self.job.train.optimizer.offload else 8 + (4 if self._width == 2 else 0)
-        return self._width + 4 + moved / candidate.data
+        def make() -> tuple[int, ...]:
+            spec = candidate.on_one_stage().spec(self.job)
+            first, layers = first_trained_layer(spec.model, spec.train.frozen), range(spec.model.layers)
+            some = layers if spec.train.frozen else layers[:1]
+            terms = (saved_terms(spec, each, candidate.recompute) if each >= first else {} for each in some)
+            return tuple(accumulate((sum(each.values()) for each in terms), initial=0))
 
-    @property
-    def _width(self) -> int:
-        return 4 if self.job.train.precision == "fp32" else 2
+        return self._once(("kept", *_layer_of(candidate)), make)
 
-    def _bytes_of_layer(self, candidate: Candidate) -> int:
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute
-        if key not in self._layer_bytes:
-            self._layer_bytes[key] = sum(saved_terms(self._alone(candidate), 0, candidate.recompute).values())
-        return self._layer_bytes[key]
-
-    def memory(self, candidate: Candidate) -> RankMemory:
+    def memory(self, candidate: Candidate) -> DeviceBytes:
         """Memory of the rank that needs most; if a rank does not fit, of the first such rank found."""
-        if candidate not in self._memory:
+
+        def make() -> DeviceBytes:
             machine, usable, spec = self.cluster.machine, usable_bytes(self.cluster), candidate.spec(self.job)
-            self._memory[candidate] = worst_rank(spec, machine, usable, self._peak_like(candidate, spec))
-        return self._memory[candidate]
+            return worst_rank(spec, machine, usable, self._peak_like(candidate, spec))
+
+        return self._once(("memory", candidate), make)
 
     def room(self, candidate: Candidate, usable: float) -> tuple[int, ...]:
         """For how many layers each pipeline rank has room in `usable` bytes."""
-        key = candidate, usable
-        if key not in self._room:
-            machine, spec = self.cluster.machine, candidate.spec(self.job)
-            self._room[key] = layers_with_room(spec, usable, machine, self._peak_like(candidate, spec))
-        return self._room[key]
+
+        def make() -> tuple[int, ...]:
+            spec = candidate.spec(self.job)
+            return layers_with_room(spec, usable, self.cluster.machine, self._peak_like(candidate, spec))
+
+        return self._once(("room", candidate, usable), make)
 
     def _peak_like(self, candidate: Candidate, spec: JobSpec) -> StepPeak:
         """Of the first candidate whose layers allocate and free the same."""
-        splits_backward = SCHEDULES[candidate.schedule].splits_backward
-        key = candidate.tensor, candidate.micro_batch, candidate.recompute, splits_backward
-        if key not in self._peaks:
-            self._peaks[key] = step_peak_on(spec, self.cluster.machine)
-        return self._peaks[key]
+        key = "peak", *_layer_of(candidate), SCHEDULES[candidate.schedule].splits_backward
+        return self._once(key, lambda: step_peak_on(spec, self.cluster.machine))
 
     def time(self, candidate: Candidate) -> StepTime:
         """Time of the candidate's step."""
-        if candidate not in self._times:
-            self._times[candidate] = self.model(candidate).time()
-        return self._times[candidate]
+        return self._once(("time", candidate), lambda: self.model(candidate).time())
 
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
-        parts, spec = self._parts_of(candidate), candidate.spec(self.job)
-        return StepModel(spec, self.cluster, self.software, parts, self._max_trained_parameters(candidate))
-
-    def _max_trained_parameters(self, candidate: Candidate) -> int:
-        """Most parameters of a rank that have gradients."""
-        if self._frozen is not None:
-            return self._frozen.max_trained_parameters(candidate, self.counts(candidate))
-        return self.parameters(candidate)
-
-    def stage(self, candidate: Candidate, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage of so many layers, as `StagePasses.times_of` has them."""
-        return self._parts_of(candidate).times_of(layers, first, last)
-
-    def stage_of(self, candidate: Candidate, layers: range, first: bool, last: bool) -> StageTimes:
-        """Times of a virtual stage that has these layers of the model."""
-        return self._parts_of(candidate).times(layers, first, last)
+        parts, spec = self.passes(candidate), candidate.spec(self.job)
+        return StepModel(spec, self.cluster, self.software, parts, self._max_parameters(candidate))
 
     def min_seconds(self, candidate: Candidate) -> float:
         """Lower bound for the step: of its pipeline, and of what follows it."""
-        if candidate not in self._least:
-            self._least[candidate] = self._min_seconds(candidate)
-        return self._least[candidate]
+        return self._once(("least", candidate), lambda: self._min_seconds(candidate))
 
     def _min_seconds(self, candidate: Candidate) -> float:
-        end, on_cores = self._end_of(candidate), self.cluster.machine.core is not None
-        if self._frozen is not None:
+        model, tied, optimizer = self._end_of(candidate)
+        if self.job.train.frozen:
             pipeline, backward = self._min_seconds_in_part(candidate)
         else:
-            pipeline, backward = self._min_pipeline(candidate, end.model)
-        if on_cores:  # where ranks share cores these may have more to do than any rank
-            pipeline = max(pipeline, end.model.pipeline().work(candidate.micro_batches(self.job)))
-        rest = end.model.gradient_seconds(backward) + end.tied + end.optimizer
+            pipeline, backward = self._min_pipeline(candidate, model)
+        if self.cluster.machine.core is not None:  # where ranks share cores these may have more to do than any rank
+            pipeline = max(pipeline, model.pipeline().work(candidate.micro_batches(self.job)))
+        rest = model.gradient_seconds(backward) + tied + optimizer
         return (pipeline + rest) * slowest_of(candidate.data, self.cluster)
 
-    def _end_of(self, candidate: Candidate) -> _End:
-        """What comes behind its pipeline: the same for all micro-batches and recomputations, unless something of it
-        depends on passes."""
-        if self._ends_differ:
-            return self._end(candidate)
-        c, trained = candidate, self._max_trained_parameters(candidate)
-        key = c.tensor, c.pipeline, c.data, c.virtual_stages, c.schedule, trained
-        if key not in self._ends:
-            self._ends[key] = self._end(candidate)
-        return self._ends[key]
+    def _end_of(self, candidate: Candidate) -> tuple[StepModel, float, float]:
+        """A step that ends like this one, and the seconds of its tied gradients and of its update: the same for all
+        micro-batches and recomputations, unless something of it depends on passes."""
+        c = candidate
+        key = "end", c.tensor, c.pipeline, c.data, c.virtual_stages, c.schedule, self._max_parameters(c)
 
-    def _end(self, candidate: Candidate) -> _End:
-        model = self.model(candidate)
-        return _End(model, model.tied_seconds(), model.optimizer_seconds())
+        def make() -> tuple[StepModel, float, float]:
+            model = self.model(c)
+            return model, model.tied_seconds(), model.optimizer_seconds()
+
+        return make() if self._ends_differ else self._once(key, make)
 
     def _min_seconds_in_part(self, candidate: Candidate) -> tuple[float, float]:
         """`_min_pipeline` where layers differ in what of them is frozen."""
@@ -251,14 +212,10 @@ class Bounds:
         least = min_pipeline_seconds(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
         return least, min_backward_seconds(built)
 
-    def _min_message_seconds(self, candidate: Candidate, model: StepModel) -> float:
-        """Seconds of a message between two stages, where all that follow one another are on two nodes."""
-        if model.groups.stages_share_node(0, 1) or candidate.pipeline * candidate.tensor < 16:
-            return 0.0
-        key = candidate.tensor, candidate.micro_batch
-        if key not in self._messages:
-            self._messages[key] = self.model(candidate).message_to(same_node=False)
-        return self._messages[key]
+    def message(self, candidate: Candidate, same_node: bool) -> float:
+        """Seconds of a message between two stages, on one node or on two."""
+        key = "message", candidate.tensor, candidate.micro_batch, same_node
+        return self._once(key, lambda: self.model(candidate).message_to(same_node))
 
     def _min_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
         """Lower bound for the seconds of the pipeline, and the shortest backward of a virtual stage.
@@ -268,17 +225,19 @@ class Bounds:
         backward is separate, as many of these halves as there are stages may still be open at that moment.
         """
         p, v, m = candidate.pipeline, candidate.virtual_stages, candidate.micro_batches(self.job)
-        counts, parts = self.counts(candidate), self._parts_of(candidate)
+        counts, parts = self.counts(candidate), self.passes(candidate)
         if p == 1:
             only = parts.times_of(counts[0], True, True)
             return m * only.seconds, only.backward
-        shape, schedule = shape_of(counts, p, candidate.schedule), SCHEDULES[candidate.schedule]
+        schedule = SCHEDULES[candidate.schedule]
         first, last = parts.times_of(counts[0], first=True), parts.times_of(counts[-1], last=True)
-        between = [(parts.times_of(layers), times) for layers, times in shape.between]
+        between = [(parts.times_of(layers), times) for layers, times in Counter(counts[1 : p - 1]).items()]
         backward = min(first.backward, last.backward)
         if p * v > 2:
-            backward = min(backward, parts.times_of(shape.fewest).backward)
-        message = self._min_message_seconds(candidate, model)
+            backward = min(backward, parts.times_of(min(counts[1:-1])).backward)
+        message = 0.0
+        if p * candidate.tensor >= 16 and not model.groups.stages_share_node(0, 1):  # all of them are on two nodes
+            message = self.message(candidate, same_node=False)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
         late = 0.0
@@ -287,14 +246,14 @@ class Bounds:
             busy_first, busy_last = m * (first.seconds + last.seconds), m * sum(each.seconds for each in turn)
             late = min(m, p) * sum(each.backward_weight for each in turn)
         else:
-            busy_first = m * (first.seconds + parts.seconds(shape.with_first))
-            busy_last = m * (last.seconds + parts.seconds(shape.with_last))
+            busy_first = m * (first.seconds + parts.seconds(counts[p::p]))
+            busy_last = m * (last.seconds + parts.seconds(counts[p - 1 : -1 : p]))
             if schedule.splits_backward:
                 late = min(m, p) * last.backward_weight
             else:
                 back += first.backward_weight + sum(times * each.backward_weight for each, times in between)
         # One that is not the first begins when something has come from there.
-        busy = m * parts.times_of(shape.fullest).seconds + first.forward
+        busy = m * parts.times_of(max(self._totals(candidate)[1:-1], default=0)).seconds + first.forward
         return max(busy_first, busy, there + busy_last, there + busy_last - late + back), backward
 
     def counts(self, candidate: Candidate) -> tuple[int, ...]:
@@ -303,7 +262,6 @@ class Bounds:
         return candidate.stage_layers or even_counts(self.job.model.layers, even)
 
     def _totals(self, candidate: Candidate) -> tuple[int, ...]:
-        """Layers of each rank."""
         return rank_totals(self.counts(candidate), candidate.pipeline, candidate.schedule)
 
     def balanced(self, candidate: Candidate) -> Candidate | None:
@@ -326,7 +284,7 @@ class Bounds:
     def min_seconds_uneven(self, candidate: Candidate) -> float:
         """Lower bound for a step in which some rank has more layers than the mean."""
         more = self.job.model.layers // candidate.pipeline + 1
-        work = candidate.micro_batches(self.job) * self.stage(candidate, more).seconds
+        work = candidate.micro_batches(self.job) * self.passes(candidate).times_of(more).seconds
         return (work + self.min_update_seconds(candidate, candidate.pipeline)) * slowest_of(
             candidate.data, self.cluster
         )
@@ -334,7 +292,7 @@ class Bounds:
     def work_seconds(self, candidate: Candidate) -> float:
         """A bound no higher than `min_seconds` however layers are shared out, from parts that are already known: the
         work of all micro-batches, spread evenly over all ranks."""
-        whole = self.stage_of(candidate, range(self.job.model.layers), first=True, last=True).seconds
+        whole = self.passes(candidate).times(range(self.job.model.layers), first=True, last=True).seconds
         work = candidate.micro_batches(self.job) * whole / candidate.pipeline
         return SLACK * work * slowest_of(candidate.data, self.cluster)
 
@@ -358,7 +316,24 @@ class Bounds:
     def parts(self, candidate: Candidate) -> tuple[float, float, float]:
         """Seconds of a layer, and of what the first and the last virtual stage have besides layers."""
         layers = max(1, self.job.model.layers // (candidate.pipeline * candidate.virtual_stages))
-        stage = self._parts_of(candidate).times_of
+        stage = self.passes(candidate).times_of
         inner, ends = stage(layers).seconds, (stage(layers, first=True), stage(layers, last=True))
         more = stage(layers + 1).seconds - inner
         return more, ends[0].seconds - inner, ends[1].seconds - inner
+
+
+def _layer_of(candidate: Candidate) -> tuple[int, int, str]:
+    """A key that is equal for candidates whose layers are."""
+    return candidate.tensor, candidate.micro_batch, candidate.recompute
+
+
+def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:
+    """Parameters `of` on each pipeline rank."""
+    stages = [b - a for a, b in pairwise(of.before[end] for end in accumulate(counts, initial=0))]
+    chunks = chunks_of(candidate.schedule, candidate.pipeline, candidate.virtual_stages)
+    ranks = [sum(stages[index] for index in own) for own in chunks]
+    if candidate.pipeline == 1 or SCHEDULES[candidate.schedule].turns_back:
+        ranks[0] += of.both
+    else:
+        ranks[0], ranks[-1] = ranks[0] + of.first, ranks[-1] + of.last
+    return ranks

@@ -84,11 +84,7 @@ def _mean_passes(model: StepModel) -> Budget:
             total = total.plus(each)
     cores = model.cores()
     alone = 1.0 if cores is None else cores.speed(layout.pipeline)
-    return _times(total, model.spec.micro_batches / layout.pipeline / alone)
-
-
-def _times(budget: Budget, factor: float) -> Budget:
-    return Budget(*(factor * getattr(budget, name) for name in Budget.__dataclass_fields__))
+    return Budget().plus(total, model.spec.micro_batches / layout.pipeline / alone)
 
 
 def _words(model: StepModel) -> dict[str, tuple[str, str]]:

@@ -54,22 +54,6 @@ class Candidate(NamedTuple):
     stage_layers: tuple[int, ...] = ()
     """Layers of each virtual stage; empty: shared out evenly."""
 
-    def layout(self, wish: ParallelConfig) -> ParallelConfig:
-        """As a layout; fields that the search does not choose are taken from `wish`."""
-        return wish.model_copy(
-            update={
-                "tensor": self.tensor,
-                "pipeline": self.pipeline,
-                "data": self.data,
-                "virtual_stages": self.virtual_stages,
-                "stage_layers": self.stage_layers or None,
-                "schedule": self.schedule,
-                "recompute": self.recompute,
-                "zero": 1,
-                "sequence_parallel": None,
-            }
-        )
-
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
@@ -95,10 +79,13 @@ class Candidate(NamedTuple):
         return -(-share // self.micro_batch)
 
     def spec(self, job: JobSpec) -> JobSpec:
-        """`job` under this layout."""
+        """`job` under this layout, with the fields of its own one that the search does not choose."""
         wish = ParallelConfig() if isinstance(job.parallel, str) else job.layout
+        names = ("tensor", "pipeline", "data", "virtual_stages", "schedule", "recompute")
+        chosen = {name: getattr(self, name) for name in names} | {"stage_layers": self.stage_layers or None}
+        layout = wish.model_copy(update=chosen | {"zero": 1, "sequence_parallel": None})
         train = job.train.model_copy(update={"micro_batch_size": self.micro_batch})
-        return job.model_copy(update={"parallel": self.layout(wish), "train": train})
+        return job.model_copy(update={"parallel": layout, "train": train})
 
 
 def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:

@@ -38,11 +38,9 @@ class Groups:
 
     def stages_share_node(self, stage: int, other: int) -> bool:
         """Whether the first ranks of two pipeline stages are on the same node; a node holds whole tensor groups."""
-        return self._node_of(stage) == self._node_of(other)
-
-    def _node_of(self, stage: int) -> int:
-        before = stage * self.stage_stride // self.tensor.size  # tensor groups
-        return before // max(1, self.cluster.gpus_per_node // self.tensor.size)
+        groups_of_node = max(1, self.cluster.gpus_per_node // self.tensor.size)
+        here, there = (each * self.stage_stride // self.tensor.size // groups_of_node for each in (stage, other))
+        return here == there
 
 
 def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:

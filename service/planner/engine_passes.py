@@ -11,6 +11,7 @@ from manta.service.planner.communication import Groups
 from manta.service.planner.layer_time import LayerTime
 from manta.service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
 from manta.service.planner.software import Software
+from manta.workers.accounting.step_peak import LOSS_ELEMENTS, LOSS_ROWS
 from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Rotary
 
@@ -23,9 +24,6 @@ UNDER_HOOKS = 35
 goes through Python twice."""
 MICRO_BATCH = 30
 """Host time of a micro-batch outside its layers, in addition to launching kernels, in units of one kernel launch."""
-LOSS_ELEMENTS, LOSS_ROWS = 2**24, 256
-"""Most logits that are converted to fp32 at once, and the least number of rows of them
-(`workers/parallel/tensor/cross_entropy.py`)."""
 SMALL_OF_LOSS = (35, 15)
 """Kernels over one number per token, forward and backward."""
 WIDENED, REDUCED, SPREAD = 1.7, 1.4, 1.3

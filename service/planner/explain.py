@@ -4,7 +4,7 @@ would do, the pipeline's timeline and the memory of each stage. Pure Python."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from manta.service.cluster.sizes import sizes_of
@@ -12,10 +12,11 @@ from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
-from manta.service.planner.memory import RankMemory, by_stage, fits
-from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.memory import by_stage, fits
+from manta.service.planner.pipeline import Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.config import JobSpec
 from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
 from manta.workers.schedules.stages import even_counts, layer_counts
@@ -38,7 +39,7 @@ class Explanation:
     shares: tuple[Share, ...]
     """Parts of a step, starting from the device's peak rate."""
     changes: tuple[WhatIf, ...]
-    memory: tuple[RankMemory, ...]
+    memory: tuple[DeviceBytes, ...]
     """Memory of one rank of each pipeline stage."""
     usable_bytes: tuple[float, ...]
     """Usable memory of a device in each of these stages."""
@@ -112,10 +113,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         run, said = None, [*said, f"Of the whole training: {run}."]
     return {
         "sentences": said,
-        "shares": [
-            {"name": share.name, "seconds": share.seconds, "what": share.what, "help": share.help}
-            for share in explanation.shares
-        ],
+        "shares": [asdict(share) for share in explanation.shares],
         "changes": [
             {
                 "change": change.change,
@@ -129,19 +127,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         "usable_bytes": round(max(explanation.usable_bytes)),
         "usable_by_stage": [round(each) for each in explanation.usable_bytes],
         "run": None if run is None else _run_to_json(run),
-        "timeline": None
-        if explanation.bars is None
-        else [
-            {
-                "rank": bar.rank,
-                "kind": PASS_NAMES[bar.kind],
-                "stage": bar.stage,
-                "micro_batch": bar.micro_batch,
-                "begin": bar.begin,
-                "end": bar.end,
-            }
-            for bar in explanation.bars
-        ],
+        "timeline": None if explanation.bars is None else [bar._asdict() for bar in explanation.bars],
     }
 
 
@@ -173,7 +159,6 @@ def what_ifs(spec: JobSpec, cluster: Cluster) -> tuple[WhatIf, ...]:
 
 
 def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each change, and the job's document with it."""
     document = spec.model_dump(mode="json")
     train, parallel = document["train"], document["parallel"]
 
@@ -229,7 +214,6 @@ def _lists(spec: JobSpec) -> Iterator[list[int] | None]:
 
 
 def _schedules(parallel: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """Other schedules, and other numbers of virtual stages."""
     if parallel["pipeline"] == 1:
         return
     now = parallel["schedule"], parallel["virtual_stages"]

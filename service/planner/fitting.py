@@ -206,7 +206,6 @@ def _product_rate(row: ProductTime, known: Gpu, machine: Machine) -> float:
 
 
 def _attention_rates(row: AttentionTime, known: Gpu, machine: Machine) -> tuple[float, float]:
-    """FLOP/s of attention, forward and backward."""
     shape = row.batch * row.heads, row.sequence, row.head_size
     forward, backward = attention_seconds(measured(machine, replace(known, kernel_seconds=0.0)), *shape)
     taken = row.seconds / 3.5 if row.forward_seconds is None else row.forward_seconds

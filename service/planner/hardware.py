@@ -402,7 +402,9 @@ def parts_of(spec: JobSpec, cluster: Cluster) -> tuple[Cluster, ...]:
     those of the lowest peak rate. Raises UnknownMachine if the layout asks for nodes that are not there."""
     types = spec.layout.stage_accelerators
     if types is None or not cluster.machine.has_gpus:
-        weakest = min(cluster.parts, key=_peak) if cluster.others else cluster
+        weakest = (
+            min(cluster.parts, key=lambda part: part.machine.accelerator.peak_16bit) if cluster.others else cluster
+        )
         return (weakest,) * spec.layout.pipeline
     known = {type: part for type in set(types) for part in cluster.parts if _has(part, type)}
     if missing := [type for type in types if type not in known]:
@@ -415,7 +417,3 @@ def _has(part: Cluster, type: str) -> bool:
     """Whether these nodes have GPUs that Ray calls `type`."""
     device = part.machine.accelerator
     return type == part.type if part.type is not None else machine_name(type, device.memory_bytes) == device.name
-
-
-def _peak(part: Cluster) -> float:
-    return part.machine.accelerator.peak_16bit

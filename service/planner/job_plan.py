@@ -10,7 +10,7 @@ from typing import Any
 
 from manta.service.errors import ErrorKind, ServiceError
 from manta.service.planner import explain
-from manta.service.planner.budget import Share, step_shares
+from manta.service.planner.budget import step_shares
 from manta.service.planner.hardware import (
     MACHINES,
     Cluster,
@@ -90,11 +90,11 @@ def planned(spec: JobSpec, cluster: Cluster) -> dict[str, Any]:
     except UnknownMachine as error:  # the job was submitted for nodes that it is not on
         raise NotPlanned(str(error)) from error
     plan = plan_of(spec, cluster, time=model.time())
-    shares = step_shares(model, plan.time, plan.peak_flops)
+    step, shares = plan.time.seconds, step_shares(model, plan.time, plan.peak_flops)
     return {
-        "step_seconds": plan.time.seconds,
+        "step_seconds": step,
         "memory_bytes": plan.memory.parts(),
-        "parts": [_part(share, plan.time.seconds) for share in shares],
+        "parts": [asdict(each) | {"fraction": each.seconds / step, "help": each.help or None} for each in shares],
         "assumed": cluster.machine.is_assumed,
         "has_gpus": cluster.machine.has_gpus,
         "sizes": _sizes(spec, cluster),
@@ -126,24 +126,11 @@ def _sizes(spec: JobSpec, cluster: Cluster) -> list[dict[str, Any]]:
     return [plan.to_json() for plan in plans] if len(plans) > 1 else []
 
 
-def _part(share: Share, step: float) -> dict[str, Any]:
-    return {
-        "name": share.name,
-        "seconds": share.seconds,
-        "fraction": share.seconds / step,
-        "what": share.what,
-        "help": share.help or None,
-    }
-
-
 def cluster_to_json(cluster: Cluster) -> dict[str, Any]:
     """As JSON."""
-    return _one_kind(cluster) | {"type": cluster.type, "others": [cluster_to_json(other) for other in cluster.others]}
-
-
-def _one_kind(cluster: Cluster) -> dict[str, Any]:
-    machine = cluster.machine
+    machine, others = cluster.machine, [cluster_to_json(other) for other in cluster.others]
     record: dict[str, Any] = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+    record |= {"type": cluster.type, "others": others}
     if (refined := machine.refined) is not None:
         record["refined"] = {"jobs": refined.jobs, "before": dict(refined.before), "after": constants_of(machine)}
     if machine.core is None:

@@ -23,8 +23,8 @@ from manta.service.planner.operations import (
     product_seconds,
 )
 from manta.service.planner.software import Software
-from manta.workers.accounting.activation_bytes import offloaded, saved_terms
-from manta.workers.accounting.flops import padded_vocabulary, recomputed_layer_passes
+from manta.workers.accounting.activation_bytes import offloaded, saved_terms, tokens_of, width_of
+from manta.workers.accounting.flops import recomputed_layer_passes, vocabulary_rows
 from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
@@ -57,14 +57,12 @@ class LayerTime:
         return replace(self, frozen=frozen)
 
     def __post_init__(self) -> None:
-        spec, t = self.spec, self.spec.layout.tensor
-        model = spec.model
+        spec, model = self.spec, self.spec.model
         self.machine = self.groups.cluster.machine
-        self.width = 4 if spec.train.precision == "fp32" else 2
+        self.width, self._vocabulary = width_of(spec), vocabulary_rows(spec)
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
-        self.tokens = spec.train.micro_batch_size * model.sequence_length
-        self.outside = self.tokens // t if spec.layout.sequence_parallel_on else self.tokens
-        self.hidden, self.table = model.hidden_size, layer_table(model, t)
+        self.tokens, self.outside = tokens_of(spec)
+        self.hidden, self.table = model.hidden_size, layer_table(model, spec.layout.tensor)
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
@@ -225,44 +223,30 @@ class LayerTime:
         tensors = 3 if self.software.fused or not self.has_dropout else 7
         return (tensors * self.width + (MASK if self.has_dropout else 0)) * self.outside * self.hidden
 
-    def _attention_products(self, budget: Budget, scores: int, context: int) -> None:
-        """Batched products over [s, s] scores: `scores` products that compute scores, `context` products that read
-        them."""
-        model, count = self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
-        s, d = model.sequence_length, model.head_size
-        unit = unit_of(s, d)
-        budget.attention += scores * product_seconds(self.machine, s, s, d, count, self.width, unit)
-        budget.attention += context * product_seconds(self.machine, s, d, s, count, self.width, unit)
-        budget.operations += scores + context
-
-    def _score_bytes(self, tensors: float, masks: float = 0.0) -> float:
-        model = self.spec.model
-        scores = self.spec.train.micro_batch_size * self.attention.heads * model.sequence_length**2
-        return scores * (tensors * self.width + masks * MASK)
-
     def _attention_forward(self, budget: Budget) -> None:
-        if not self.spec.attention_is_explicit:
+        if self.spec.attention_is_explicit:
+            self._explicit_attention(budget, 1, 2 if self.software.fused else 6)
+        else:
             self._fused_attention(budget, 1.0)
-            return
-        self._attention_products(budget, 1, 1)
-        softmax = 2 if self.software.fused else 6
-        budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
-        if self.has_dropout:
-            budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
-        budget.attention += memory_seconds(self.machine, 2 * self.width * self._elements_of(self.attention.y))
-        budget.operations += 3
 
     def _attention_backward(self, budget: Budget) -> None:
-        if not self.spec.attention_is_explicit:
+        if self.spec.attention_is_explicit:
+            self._explicit_attention(budget, 3, 3 if self.software.fused else 7)
+        else:
             self._fused_attention(budget, 2.5)
-            return
-        self._attention_products(budget, 1, 3)
-        softmax = 3 if self.software.fused else 7
-        budget.attention += memory_seconds(self.machine, self._score_bytes(softmax))
+
+    def _explicit_attention(self, budget: Budget, context: int, softmax: int) -> None:
+        """Batched products over [s, s] scores, one of which computes scores and `context` of which read them; the
+        softmax moves `softmax` tensors of scores."""
+        machine, model, count = self.machine, self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
+        s, d, scores = model.sequence_length, model.head_size, count * model.sequence_length**2
+        budget.attention += product_seconds(machine, s, s, d, count, self.width, unit_of(s, d))
+        budget.attention += context * product_seconds(machine, s, d, s, count, self.width, unit_of(s, d))
+        budget.attention += memory_seconds(machine, scores * softmax * self.width)
         if self.has_dropout:
-            budget.attention += memory_seconds(self.machine, self._score_bytes(2, 1))
-        budget.attention += memory_seconds(self.machine, 2 * self.width * self._elements_of(self.attention.y))
-        budget.operations += 3
+            budget.attention += memory_seconds(machine, scores * (2 * self.width + MASK))
+        budget.attention += memory_seconds(machine, 2 * self.width * self._elements_of(self.attention.y))
+        budget.operations += context + 4
 
     def _fused_attention(self, budget: Budget, times: float) -> None:
         """Kernels that do not store scores and skip what the causal mask hides (on cores, in whole blocks); with a
@@ -397,10 +381,6 @@ class LayerTime:
         budget = Budget()
         self._elements(budget, 6 * self.width * self.tokens * self.hidden)
         return budget
-
-    @property
-    def _vocabulary(self) -> int:
-        return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def output_forward(self) -> Budget:
         """Final norm, logits, cross-entropy in fp32; with `train.head_tokens` only the norm."""

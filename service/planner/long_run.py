@@ -143,7 +143,6 @@ def simulate(run: Run, recovery: Recovery, reliability: Reliability = LLAMA_3, s
 
 
 def _part(run: Run, recovery: Recovery, reliability: Reliability) -> Run:
-    """The part of a run that is simulated."""
     failures = run.seconds * sum(_Clock(run, recovery, reliability, random.Random(0)).rates())
     if failures <= MAX_FAILURES:
         return run

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
-from manta.workers.accounting.device_bytes import bytes_of_stage
-from manta.workers.accounting.flops import stages_on_rank
+from manta.workers.accounting.device_bytes import DeviceBytes, bytes_of_stage
+from manta.workers.accounting.flops import layers_of_rank, stages_on_rank
 from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
-from manta.workers.schedules.stages import layer_counts, layers_of, virtual_stage
+from manta.workers.schedules.stages import layer_counts, layers_of
 from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer
 from manta.workers.spec.rules import broken_keys
 
@@ -32,32 +32,6 @@ HEAD_TOKENS = 1024
 """The value suggested for `train.head_tokens`: large enough for a GPU's matrix products."""
 
 
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes that one rank needs on its device."""
-
-    rank: int
-    """Pipeline index of the rank."""
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    """Kept from forward to backward, logits included."""
-    buffers: float
-    """Temporary: gradients of activations, a layer that is being recomputed, copies of parameters on their way to other
-    replicas."""
-
-    @property
-    def total(self) -> float:
-        """All parts together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-
-    def parts(self) -> dict[str, int]:
-        """Bytes of each part by name, and the total."""
-        names = ("parameters", "gradients", "optimizer", "activations", "buffers", "total")
-        return {name: round(getattr(self, name)) for name in names}
-
-
 def usable_bytes(cluster: Cluster) -> float:
     """Bytes of a device's memory that a rank may use."""
     return cluster.machine.accelerator.memory_bytes * (1 - RESERVE)
@@ -65,10 +39,10 @@ def usable_bytes(cluster: Cluster) -> float:
 
 def worst_rank(
     spec: JobSpec, machine: Machine | None = None, usable: float = math.inf, known: StepPeak | None = None
-) -> RankMemory:
+) -> DeviceBytes:
     """The rank that needs most; if one needs more than `usable` bytes, the first such rank found. `machine`: what ranks
     run on, which changes some tensors; by default a GPU. `known`: of a job as `StepPeak.with_stages` takes it."""
-    passes, memories = step_peak_on(spec, machine) if known is None else known.with_stages(spec), []
+    passes, memories = step_peak_on(spec, machine, known), []
     for rank in _candidates(spec):
         memories.append(_memory(passes, rank))
         if memories[-1].total > usable:
@@ -76,7 +50,7 @@ def worst_rank(
     return max(memories, key=lambda each: each.total)
 
 
-def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
+def tightest(spec: JobSpec, cluster: Cluster) -> tuple[DeviceBytes, float]:
     """The rank with the least memory to spare, and the bytes that it may use. Raises UnknownMachine if the layout asks
     for nodes that the cluster does not have."""
     parts = parts_of(spec, cluster)
@@ -89,7 +63,7 @@ def tightest(spec: JobSpec, cluster: Cluster) -> tuple[RankMemory, float]:
     return rank_with_least_room(memories)
 
 
-def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
+def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[DeviceBytes, float]]:
     """Memory of a rank of each pipeline stage, and what it may take; on the nodes with least room where the layout does
     not say on which it is. Raises UnknownMachine as `tightest`."""
     parts: list[tuple[Cluster, ...]] = [(part,) for part in parts_of(spec, cluster)]
@@ -101,12 +75,12 @@ def by_stage(spec: JobSpec, cluster: Cluster) -> list[tuple[RankMemory, float]]:
     ]
 
 
-def rank_with_least_room(memories: Sequence[tuple[RankMemory, float]]) -> tuple[RankMemory, float]:
+def rank_with_least_room(memories: Sequence[tuple[DeviceBytes, float]]) -> tuple[DeviceBytes, float]:
     """The rank with the fewest bytes left; each comes with the bytes that it may use."""
     return max(memories, key=lambda each: each[0].total - each[1])
 
 
-def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[RankMemory, float]]:
+def by_kind(spec: JobSpec, parts: Sequence[Cluster]) -> list[tuple[DeviceBytes, float]]:
     """Memory of the ranks that may need most, and the bytes that each may use; `parts`: the nodes of each stage."""
     ranks = _candidates(spec, [part.type for part in parts])
     return [(memory_of(spec, rank, parts[rank].machine), usable_bytes(parts[rank])) for rank in ranks]
@@ -129,34 +103,25 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
 
 def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
     """A key that is equal for ranks that are alike: number of layers of each chunk, and which parts are frozen."""
-    if not spec.train.frozen:
-        return _layers_of(spec, rank)
     first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
     chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_on_rank(spec, rank))
     return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
 
 
-def _layers_of(spec: JobSpec, rank: int) -> tuple[int, ...]:
-    """Layers of each chunk."""
-    layout, counts = spec.layout, layer_counts(spec.model.layers, spec.layout)
-    kind, p, v = layout.schedule, layout.pipeline, layout.virtual_stages
-    return tuple(counts[virtual_stage(kind, p, v, rank, chunk)] for chunk in range(v))
-
-
-def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> RankMemory:
+def memory_of(spec: JobSpec, rank: int, machine: Machine | None = None) -> DeviceBytes:
     """What pipeline rank `rank` needs; `machine` as in `worst_rank`."""
     return _memory(step_peak_on(spec, machine), rank)
 
 
-def step_peak_on(spec: JobSpec, machine: Machine | None) -> StepPeak:
-    """Of a job whose ranks are on such a machine; by default on GPUs."""
+def step_peak_on(spec: JobSpec, machine: Machine | None, known: StepPeak | None = None) -> StepPeak:
+    """Of a job whose ranks are on such a machine; by default on GPUs. `known`: as in `worst_rank`."""
+    if known is not None:
+        return known.with_stages(spec)
     return StepPeak(spec) if machine is None else StepPeak(spec, machine.has_gpus, machine.sums_apart)
 
 
-def _memory(passes: StepPeak, rank: int) -> RankMemory:
-    stage = bytes_of_stage(passes, rank, _enough(passes.spec))
-    state = (stage.parameters, stage.gradients, stage.optimizer)
-    return RankMemory(rank, *state, stage.activations, stage.workspace)
+def _memory(passes: StepPeak, rank: int) -> DeviceBytes:
+    return bytes_of_stage(passes, rank, _enough(passes.spec))
 
 
 def _enough(spec: JobSpec) -> int:
@@ -190,7 +155,7 @@ def layers_with_room(
     they change from one to the next as the number of micro-batches in flight does. `machine`, `known`: as in
     `worst_rank`."""
     stages = spec.layout.pipeline
-    passes = step_peak_on(spec, machine) if known is None else known.with_stages(spec)
+    passes = step_peak_on(spec, machine, known)
     lines = {rank: _growth(passes, rank) for rank in sorted({0, 1, stages - 2, stages - 1} & set(range(stages)))}
     room = []
     for rank in range(stages):
@@ -221,9 +186,9 @@ def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
     layers."""
     spec = passes.spec
     layout, counts = spec.layout, list(layer_counts(spec.model.layers, spec.layout))
-    now = sum(_layers_of(spec, rank))
-    for chunk in range(layout.virtual_stages):
-        counts[virtual_stage(layout.schedule, layout.pipeline, layout.virtual_stages, rank, chunk)] += 1
+    now = layers_of_rank(spec, rank)
+    for index in stages_on_rank(spec, rank):
+        counts[index] += 1
     model = spec.model.model_copy(update={"layers": sum(counts)})
     more = layout.model_copy(update={"stage_layers": tuple(counts)})
     larger = spec.model_copy(update={"model": model, "parallel": more})
@@ -236,7 +201,7 @@ def _growth(passes: StepPeak, rank: int) -> tuple[float, float]:
 class Fit:
     """Whether a job fits, and if not, by how much it misses and what would help."""
 
-    memory: RankMemory
+    memory: DeviceBytes
     usable: float
     """Bytes of a device that a rank may take."""
     change: str | None = None
@@ -301,17 +266,18 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
     def with_layout(**values: object) -> JobSpec:
         return spec.model_copy(update={"parallel": layout.model_copy(update=values)})
 
+    def with_train(**values: object) -> JobSpec:
+        return spec.model_copy(update={"train": spec.train.model_copy(update=values)})
+
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")
     if not spec.train.head_tokens and spec.train.micro_batch_size * spec.model.sequence_length > HEAD_TOKENS:
-        few = spec.train.model_copy(update={"head_tokens": HEAD_TOKENS})
-        yield f"train.head_tokens: {HEAD_TOKENS}", spec.model_copy(update={"train": few})
+        yield f"train.head_tokens: {HEAD_TOKENS}", with_train(head_tokens=HEAD_TOKENS)
     while size > 1:
         size //= 2
-        smaller = spec.train.model_copy(update={"micro_batch_size": size})
-        yield f"train.micro_batch_size: {size}", spec.model_copy(update={"train": smaller})
+        yield f"train.micro_batch_size: {size}", with_train(micro_batch_size=size)
     is_placed = layout.stage_accelerators is not None
     counts = None if is_placed else _within_room(spec, usable, machine)
     if counts is not None:
@@ -323,8 +289,7 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         yield f"parallel.offload_layers: {layers}", with_layout(offload_layers=layers)
     if not spec.train.optimizer.offload:
         there = spec.train.optimizer.model_copy(update={"offload": True})
-        train = spec.train.model_copy(update={"optimizer": there})
-        yield "train.optimizer.offload: true", spec.model_copy(update={"train": train})
+        yield "train.optimizer.offload: true", with_train(optimizer=there)
     for times in (2, 4, 8, 16, 32, 64):
         tensor, pipeline = layout.tensor * times, layout.pipeline * times
         yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)

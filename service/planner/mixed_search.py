@@ -27,7 +27,7 @@ from manta.service.planner.candidates import (
     schedules,
 )
 from manta.service.planner.hardware import Cluster
-from manta.service.planner.memory import RankMemory, by_kind, rank_with_least_room
+from manta.service.planner.memory import by_kind, rank_with_least_room
 from manta.service.planner.pipeline import StageTimes, min_pipeline_seconds
 from manta.service.planner.search import MAX_REJECTED, Answer, Plan, Rejected, no_products, plan_of, search
 from manta.service.planner.software import engine_on
@@ -156,15 +156,13 @@ class _Rates:
     def __init__(self, job: JobSpec, parts: Sequence[Cluster]):
         self._job = job
         self.timed = [Bounds(job, part, engine_on(part.machine)) for part in parts]
-        self._layer: dict[tuple[int, int, int, str, int], float] = {}
-        self._messages: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._updates: dict[tuple[int, int, int, int, int], float] = {}
 
     def balanced_seconds(self, mixed: _Mixed) -> float:
         """Lower bound: the layers, if they could be divided so that no stage waits for another, and the update, times
         the wait for the slowest replica."""
         frame, m = mixed.frame, mixed.shape.micro_batches(self._job)
-        rate = sum(n / self._seconds(part, mixed.shape, m) for part, n in zip(frame.order, frame.stages, strict=True))
+        rate = sum(n / self._seconds(part, mixed.shape) for part, n in zip(frame.order, frame.stages, strict=True))
         update = min(self._update(part, mixed.shape, n) for part, n in zip(frame.order, frame.stages, strict=True))
         slowest = min(slowest_of(frame.data, self.timed[part].cluster) for part in frame.order)
         return (m * self._job.model.layers / rate + update) * slowest
@@ -182,27 +180,14 @@ class _Rates:
 
     def message(self, part: int, other: int, shape: Candidate) -> float:
         """Lower bound for a message between two stages."""
-        inside, between = self._messages_of(part, shape)
-        if part != other:
-            return max(between, self._messages_of(other, shape)[1])
-        return min(inside, between) if 2 * shape.tensor <= self.timed[part].cluster.gpus_per_node else between
+        between = max(self.timed[each].message(shape, same_node=False) for each in (part, other))
+        if part != other or 2 * shape.tensor > self.timed[part].cluster.gpus_per_node:
+            return between
+        return min(self.timed[part].message(shape, same_node=True), between)
 
-    def _messages_of(self, part: int, shape: Candidate) -> tuple[float, float]:
-        """Seconds of a message within a node, and between two."""
-        key = part, shape.tensor, shape.micro_batch
-        if key not in self._messages:
-            model = self.timed[part].model(shape)
-            self._messages[key] = model.message_to(same_node=True), model.message_to(same_node=False)
-        return self._messages[key]
-
-    def _seconds(self, part: int, shape: Candidate, micro_batches: int) -> float:
-        """Seconds of one layer."""
-        counted = micro_batches if self.timed[part].software.counts_kernels else 0
-        key = part, shape.tensor, shape.micro_batch, shape.recompute, counted
-        if key not in self._layer:
-            of = self.timed[part].stage
-            self._layer[key] = of(shape, 2).seconds - of(shape, 1).seconds
-        return self._layer[key]
+    def _seconds(self, part: int, shape: Candidate) -> float:
+        of = self.timed[part].passes(shape).times_of
+        return of(2).seconds - of(1).seconds
 
 
 def _is_complete(job: JobSpec, parts: Sequence[Cluster]) -> bool:
@@ -294,12 +279,11 @@ class _Stages:
         )
 
     def _times(self) -> Iterator[StageTimes]:
-        """Times of each virtual stage."""
         behind, last = 0, len(self._part) - 1
         for index, layers in enumerate(self.counts or ()):
             behind += layers
             timed, own = self._rates.timed[self._part[index]], range(behind - layers, behind)
-            yield timed.stage_of(self.mixed.shape, own, index == 0, index == last)
+            yield timed.passes(self.mixed.shape).times(own, index == 0, index == last)
 
     def step(self, cluster: Cluster) -> _Step | None:
         """A step of this layout; None if the rules forbid it."""
@@ -314,11 +298,12 @@ class _Stages:
         return _Stages(self._job, self.mixed, self._rates, room)
 
 
+@dataclass(frozen=True)
 class _Step:
-    """A whole step of a layout."""
-
-    def __init__(self, stages: _Stages, model: MixedStepModel, parts: Sequence[Cluster]):
-        self.stages, self.model, self._parts = stages, model, parts
+    stages: _Stages
+    model: MixedStepModel
+    parts: Sequence[Cluster]
+    """The nodes of each stage."""
 
     @property
     def mixed(self) -> _Mixed:
@@ -330,18 +315,13 @@ class _Step:
         """Lower bound for the whole step."""
         return self.model.seconds_with(self.stages.min_pipeline_seconds())
 
-    @property
-    def memory(self) -> list[tuple[RankMemory, float]]:
-        """Memory of the ranks of which one needs most, and the bytes that each may use."""
-        return by_kind(self.model.spec, self._parts)
-
 
 def _fitted(cluster: Cluster, step: _Step, worst: float) -> Plan | None:
     """The plan of this layout, with as many layers on each stage as there is room for; None if there is not enough
     room, or it takes longer than `worst`."""
     most = [step.model.spec.model.layers] * step.mixed.shape.pipeline
     while step.model.time().seconds <= worst:  # moving layers away from where they are fastest makes it slower still
-        held = step.memory
+        held = by_kind(step.model.spec, step.parts)
         full = [memory.rank for memory, usable in held if memory.total > usable]
         if not full:
             return plan_of(step.model.spec, cluster, time=step.model.time(), memory=rank_with_least_room(held)[0])

@@ -10,26 +10,19 @@ simulation of processor sharing (the ideal that a kernel's fair scheduler approx
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from manta.service.planner.candidates import rank_totals
+from manta.service.planner.stage_shares import chunks_of
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action_lists import evaluation_actions, passes_of_rank
 from manta.workers.schedules.schedule import Action, Kind
-from manta.workers.schedules.stages import chunk_location, virtual_stage
+from manta.workers.schedules.stages import chunk_location
 
-FORWARD, BACKWARD, INPUT, WEIGHT = range(4)
-"""Kinds of passes in the simulation."""
-_PASSES: dict[Kind, int] = {
-    "forward": FORWARD,
-    "backward": BACKWARD,
-    "backward_input": INPUT,
-    "backward_weight": WEIGHT,
-}
+_PASSES = frozenset(("forward", "backward", "backward_input", "backward_weight"))
+"""Kinds of actions that take time."""
 MAX_PASSES = 100_000
 """Most passes that are simulated to find the steady pace of a pipeline."""
 ROUNDING = 1e-9
@@ -38,8 +31,6 @@ _Row = tuple[list[float] | None, float, float, float, list[float] | None, float]
 """Of a pass: when what it needs is done, by micro-batch, and how long a message from there delays it; seconds of the
 message that comes in, where it takes this rank's time, and its own; when it is done, by micro-batch; seconds of the
 message that leaves."""
-PASS_NAMES = {number: name for name, number in _PASSES.items()}
-"""Name of each kind in the schedules."""
 Pass = tuple[float, tuple[int, ...], tuple[int, ...]]
 """Seconds of a pass if it runs alone; the events that must come before it; the events that its end causes. Events are
 numbers below the `count` of `simulate_sharing`."""
@@ -65,13 +56,11 @@ class StageTimes:
         return self.backward_input + self.backward_weight
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """One pass on a pipeline rank, including messages that take its time."""
 
     rank: int
-    kind: int
-    """FORWARD, BACKWARD, INPUT or WEIGHT."""
+    kind: Kind
     stage: int
     """Index of the virtual stage, in the model's order."""
     micro_batch: int
@@ -131,7 +120,7 @@ class Pipeline:
         bars = []
         for rank, at, begin, end in sorted(spans):
             kind, micro_batch, chunk = ranks[rank][at]
-            bars.append(Bar(rank, _PASSES[kind], held[rank][chunk], micro_batch, begin, end))
+            bars.append(Bar(rank, kind, held[rank][chunk], micro_batch, begin, end))
         return bars
 
     def simulated_seconds(self, micro_batches: int, spans: list[tuple[int, int, float, float]] | None = None) -> float:
@@ -204,16 +193,13 @@ class Pipeline:
             needed = done[way][source] if 0 <= source < len(self.times) else None
             return needed, delays[way][index], arriving[way][index], seconds, done[way][index], leaving[way][index]
 
-        times = self.times
-        return [
-            {
-                "forward": [row(0, index, times[index].forward) for index in held],
-                "backward": [row(1, index, times[index].backward) for index in held],
-                "backward_input": [row(1, index, times[index].backward_input) for index in held],
-                "backward_weight": [(None, 0.0, 0.0, times[index].backward_weight, None, 0.0) for index in held],
-            }
-            for held in self._held()
-        ]
+        def of_kind(kind: str, index: int) -> _Row:
+            seconds = getattr(self.times[index], kind)
+            if kind == "backward_weight":
+                return None, 0.0, 0.0, seconds, None, 0.0
+            return row(int(kind != "forward"), index, seconds)
+
+        return [{kind: [of_kind(kind, index) for index in held] for kind in _PASSES} for held in self._held()]
 
     def _on_shared_cores(
         self, micro_batches: int, cores: SharedCores, spans: list[tuple[int, int, float, float]] | None
@@ -226,12 +212,11 @@ class Pipeline:
             return (way * count + index) * micro_batches + micro_batch
 
         def of(held: Sequence[int], action: Action) -> Pass:
-            kind, micro_batch, index = _PASSES[action.kind], action.micro_batch, held[action.chunk]
-            times = self.times[index]
-            if kind == WEIGHT:
-                return times.backward_weight, (), ()
-            way = int(kind != FORWARD)
-            seconds = (times.forward, times.backward, times.backward_input)[kind]
+            kind, micro_batch, index = action.kind, action.micro_batch, held[action.chunk]
+            seconds: float = getattr(self.times[index], kind)
+            if kind == "backward_weight":
+                return seconds, (), ()
+            way = int(kind != "forward")
             source = index + 1 if way else index - 1
             needed = (key(way, source, micro_batch),) if 0 <= source < count else ()
             return seconds + arriving[way][index] + leaving[way][index], needed, (key(way, index, micro_batch),)
@@ -263,10 +248,9 @@ class Pipeline:
             total[rank] += each
         return total
 
-    def _held(self) -> list[list[int]]:
+    def _held(self) -> tuple[tuple[int, ...], ...]:
         """The virtual stages of each rank, by chunk."""
-        shape, chunks = (self.kind, self.stages, self.virtual_stages), range(self.virtual_stages)
-        return [[virtual_stage(*shape, rank, chunk) for chunk in chunks] for rank in range(self.stages)]
+        return chunks_of(self.kind, self.stages, self.virtual_stages)
 
     def _orders(self, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
         return _orders(self.kind, self.stages, self.virtual_stages, micro_batches, self.trains)
@@ -283,8 +267,6 @@ class Pipeline:
 
 @dataclass
 class _Clocks:
-    """State of a simulation."""
-
     now: list[float]
     """Time of each rank."""
     reached: list[int]
@@ -318,7 +300,6 @@ def _alike(kind: str, stages: int, virtual_stages: int, fewer: int, more: int, t
 def _orders(
     kind: str, stages: int, virtual_stages: int, micro_batches: int, trains: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """The passes of each rank in order."""
     if trains:
         return tuple(passes_of_rank(kind, rank, stages, virtual_stages, micro_batches) for rank in range(stages))
     evaluated = evaluation_actions(kind, stages, virtual_stages, micro_batches)
@@ -346,34 +327,6 @@ def min_pipeline_seconds(
         came += times[rank].forward + message
         back += message + (times[rank].backward_input if apart else times[rank].backward)
     return least
-
-
-class Shape(NamedTuple):
-    """The distribution of layers over virtual stages, as far as bounds depend on it."""
-
-    between: tuple[tuple[int, int], ...]
-    """(number of layers, how many of the ranks between the first and the last have that many on their first chunk)."""
-    with_first: tuple[int, ...]
-    """Layers of each chunk of the first rank except its first chunk, if chunks are assigned round-robin."""
-    with_last: tuple[int, ...]
-    """Layers of each chunk of the last rank except its last chunk, likewise."""
-    fewest: int
-    """Fewest layers of an inner virtual stage; 0: there is none."""
-    fullest: int
-    """Most layers of a rank between the first and the last."""
-
-
-@lru_cache(maxsize=4096)
-def shape_of(counts: tuple[int, ...], pipeline: int, schedule: str) -> Shape:
-    """The shape of virtual stages with these numbers of layers."""
-    p, totals = pipeline, rank_totals(counts, pipeline, schedule)
-    return Shape(
-        tuple(Counter(counts[1 : p - 1]).items()),
-        counts[p::p],
-        counts[p - 1 : -1 : p],
-        min(counts[1:-1], default=0),
-        max(totals[1:-1], default=0),
-    )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from manta.service.planner.budget import step_shares
-from manta.service.planner.drift import GROUPS, Measured
+from manta.service.planner.drift import GROUPS, Measured, compared
 from manta.service.planner.hardware import ASSUMED_CORE, Cluster, Machine, Refined, cpu_machine
 from manta.service.planner.step_time import StepModel
 
@@ -170,12 +170,11 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
     if measured.spread is None or measured.spread > MAX_SPREAD:
         return None
     slower = {name: _slower(name, dependence["before"][name], value) for name, value in dependence["used"].items()}
-    parts = {part["name"]: float(part["seconds"]) for part in planned["parts"]}
     rows, total = [], dict.fromkeys(slower, 0.0)
-    for group, (ours, theirs) in GROUPS.items():
-        whole, took = sum(parts.get(name, 0.0) for name in ours), sum(measured.parts[name] for name in theirs)
+    for group in compared(planned, measured):
+        whole, took = group.planned, group.measured
         share = min(whole / planned["step_seconds"], took / measured.step_seconds)
-        used = {name: float(each) for name, each in dependence["seconds"][group].items()}
+        used = {name: float(each) for name, each in dependence["seconds"][group.name].items()}
         for name, each in used.items():
             total[name] += each
         if share >= MIN_SHARE and used:
@@ -205,7 +204,7 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
     known = movable(machine), measured_of(machine)
     usable = sorted((each for each in seen if (each.before, each.measured) == known), key=lambda each: each.job)
     before, usable = known[0], usable[-MAX_JOBS:]
-    names = [name for name in before if _is_observed(name, usable)]
+    names = [name for name in before if sum(each.depends_on(name) for each in usable) >= MIN_JOBS]
     if machine.refined is not None or not names:
         return machine
     slower = _fitted([row for each in usable for row in _rows(each)], names)
@@ -215,14 +214,9 @@ def refined(machine: Machine, seen: Sequence[Observation]) -> Machine:
 
 
 def _rows(seen: Observation) -> tuple[Row, ...]:
-    """The rows of one job, with their weights."""
     if seen.whole is None:
         return seen.rows
     return (seen.whole, *(replace(row, share=PART_WEIGHT * row.share) for row in seen.rows))
-
-
-def _is_observed(name: str, seen: Sequence[Observation]) -> bool:
-    return sum(each.depends_on(name) for each in seen) >= MIN_JOBS
 
 
 def _moved(name: str, value: float, slower: float) -> float:

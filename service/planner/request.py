@@ -320,7 +320,6 @@ def _has_gpus(node: Mapping[str, Any]) -> bool:
 
 
 def _by_type(nodes: Sequence[Mapping[str, Any]], known: Machines) -> list[Cluster]:
-    """The nodes of each type that the planner knows and that Ray has recognised."""
     parts = []
     for type in sorted({node["gpu_type"] for node in nodes if node.get("gpu_type") and node["total"] >= 1}):
         alike = [node for node in nodes if node.get("gpu_type") == type]

@@ -17,10 +17,11 @@ from itertools import islice
 from manta.service.planner.bounds import SLACK, Bounds
 from manta.service.planner.candidates import RECOMPUTE, SIMPLEST, Candidate, axes, candidates, micro_batch_sizes
 from manta.service.planner.hardware import GIB, Cluster, UnknownMachine, parts_of
-from manta.service.planner.memory import Fit, RankMemory, fits, tightest, usable_bytes, worst_rank
+from manta.service.planner.memory import Fit, fits, tightest, usable_bytes, worst_rank
 from manta.service.planner.software import MANTA, Software, engine_on
+from manta.service.planner.stage_shares import FEW_STAGES, moves
 from manta.service.planner.step_time import StepTime, step_model, threads_in
-from manta.service.planner.uneven import fitted, refined
+from manta.workers.accounting.device_bytes import DeviceBytes
 from manta.workers.accounting.flops import StepFlops, step_flops
 from manta.workers.config import JobSpec
 from manta.workers.spec.rules import find_problems
@@ -32,6 +33,14 @@ how many are asked for; a few more are kept, since one of them may become faster
 MIN_EXTRA_CANDIDATES, EXTRA_CANDIDATES_BY_LAYERS = 2, 100
 """How many more are kept: at least 2, and 100 over the model's layers, since with fewer layers one is a larger part of
 a stage."""
+MAX_MISSING = 0.25
+"""Largest part of a device's memory that may be missing with even stages for uneven ones to be tried: beyond it another
+stage would get so many more layers that recomputing is faster."""
+MAX_TRIES = 3
+"""Most lists that are tried for one layout: the memory of one more layer is not the same for each list."""
+MAX_MOVES = 4
+"""Most layers that are moved one after the other; after sharing them out by time, more than two moves are hardly ever
+needed."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Plan:
     spec: JobSpec
     """The job with the layout and the micro-batch size."""
     time: StepTime
-    memory: RankMemory
+    memory: DeviceBytes
     """Of the rank that needs most."""
     peak_flops: float
     """Peak rate of one rank at the job's precision."""
@@ -79,7 +88,7 @@ def plan_of(
     cluster: Cluster,
     software: Software | None = None,
     time: StepTime | None = None,
-    memory: RankMemory | None = None,
+    memory: DeviceBytes | None = None,
 ) -> Plan:
     """The plan of a job with a layout, whether it fits or not. `software`: by default this engine; `time`, `memory`: if
     already known. Raises UnknownMachine if the layout asks for nodes that the cluster does not have."""
@@ -179,7 +188,7 @@ def search(
         _keep_best(best.too_large, candidate, least)
     plans = best.plans()
     _exclude_slower(best, bounds, {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans})
-    rejected = tuple(_rejected(job, cluster, plans, best.slower, best.too_large))
+    rejected = tuple(_rejected(job, cluster, plans, best))
     return Answer(plans, rejected if plans or rejected else _without_layout(job, cluster))
 
 
@@ -228,6 +237,62 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
         if other != candidate:
             best.add(other, _planned(other, bounds))
     return best
+
+
+def fitted(
+    candidate: Candidate, needed: float, bounds: Bounds, usable: float, max_seconds: float = math.inf
+) -> Candidate | None:
+    """`candidate`, a rank of which needs `needed` bytes with only `usable` available, with fewer layers where there is
+    too little room; None if that does not help, or if its lower bound is above `max_seconds`."""
+    if candidate.pipeline == 1 or needed > (1 + MAX_MISSING) * usable:
+        return None
+    if SLACK * bounds.min_seconds_uneven(candidate) > max_seconds:
+        return None
+    machine, room = bounds.cluster.machine, list(bounds.room(candidate, usable))
+    if sum(room) < bounds.job.model.layers:  # it is an estimate, which may be one layer too small
+        room = [most + 1 for most in room]
+    for _ in range(MAX_TRIES):
+        counts = bounds.shared_out(candidate, room)
+        if counts is None:
+            return None
+        other = candidate._replace(stage_layers=counts)
+        if SLACK * bounds.min_seconds(other) > max_seconds:
+            return None
+        worst = worst_rank(other.spec(bounds.job), machine)
+        if worst.total <= usable:
+            return other
+        room[worst.rank] = min(room[worst.rank], bounds.layers_of_rank(other, worst.rank)) - 1
+    return None
+
+
+def refined(candidate: Candidate, seconds: float, bounds: Bounds, usable: float) -> Candidate:
+    """`candidate`, whose step takes `seconds`, with single layers moved to other stages as long as that is faster and
+    fits."""
+    if candidate.pipeline == 1:
+        return candidate
+    for _ in range(MAX_MOVES):
+        moved = _best_move(candidate, seconds, bounds, usable)
+        if moved is None:
+            break
+        candidate, seconds = moved
+    return candidate
+
+
+def _best_move(candidate: Candidate, seconds: float, bounds: Bounds, usable: float) -> tuple[Candidate, float] | None:
+    now, even = bounds.counts(candidate), bounds.counts(candidate.even)
+    # If simulations take long, only those that must be faster by their bound are simulated.
+    most = seconds if len(now) <= FEW_STAGES else bounds.min_seconds(candidate)
+    faster = []
+    for counts in moves(now):
+        other = candidate._replace(stage_layers=() if counts == even else counts)
+        if bounds.min_seconds(other) < SLACK * most:
+            moved_seconds = bounds.time(other).seconds
+            if moved_seconds < SLACK * seconds:
+                faster.append((moved_seconds, other))
+    for moved_seconds, other in sorted(faster):
+        if worst_rank(other.spec(bounds.job), bounds.cluster.machine).total <= usable:
+            return other, moved_seconds
+    return None
 
 
 _Waiting = tuple[float, int, Candidate, bool]
@@ -328,23 +393,17 @@ def _keep_best(of: _Least, candidate: Candidate, value: float) -> None:
         of[candidate.tensor, candidate.pipeline] = value, candidate
 
 
-def _rejected(
-    job: JobSpec,
-    cluster: Cluster,
-    plans: Iterable[Plan],
-    slower: dict[tuple[int, int], tuple[float, Candidate]],
-    too_large: dict[tuple[int, int], tuple[float, Candidate]],
-) -> list[Rejected]:
+def _rejected(job: JobSpec, cluster: Cluster, plans: Iterable[Plan], best: Best) -> list[Rejected]:
     """The fastest of the others first, then those that come nearest to fitting."""
     chosen = {(plan.spec.layout.tensor, plan.spec.layout.pipeline) for plan in plans}
-    best = min((plan.time.seconds for plan in plans), default=0.0)
+    least = min((plan.time.seconds for plan in plans), default=0.0)
     answers = []
-    for key, (seconds, candidate) in sorted(slower.items(), key=lambda item: item[1]):
+    for key, (seconds, candidate) in sorted(best.slower.items(), key=lambda item: item[1]):
         if key not in chosen:
-            reason = f"takes at least {seconds:.3g} s a step, {seconds / best:.2f} times as long as the best"
+            reason = f"takes at least {seconds:.3g} s a step, {seconds / least:.2f} times as long as the best"
             answers.append(Rejected(candidate.spec(job), reason))
-    for key, (_, candidate) in sorted(too_large.items(), key=lambda item: item[1]):
-        if key not in chosen and key not in slower and len(answers) < MAX_REJECTED:
+    for key, (_, candidate) in sorted(best.too_large.items(), key=lambda item: item[1]):
+        if key not in chosen and key not in best.slower and len(answers) < MAX_REJECTED:
             spec = candidate.spec(job)
             answers.append(
                 Rejected(spec, f"does not fit: {Fit(worst_rank(spec, cluster.machine), usable_bytes(cluster))}")

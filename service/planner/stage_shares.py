@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import groupby
 
-from manta.workers.schedules.stages import virtual_stage
+from manta.workers.schedules.stages import stages_of_rank
 
 Cost = tuple[float, float]
 """Seconds of a virtual stage, for all passes of one micro-batch: of each layer (positive), and of everything else.
@@ -24,13 +23,9 @@ FEW_STAGES = 8
 """Most virtual stages for which every move of a layer is tried; with more, only moves between some of them."""
 
 
-@lru_cache(maxsize=1024)
 def chunks_of(kind: str, pipeline: int, virtual_stages: int) -> tuple[tuple[int, ...], ...]:
     """The virtual stages of each pipeline rank."""
-    return tuple(
-        tuple(virtual_stage(kind, pipeline, virtual_stages, rank, chunk) for chunk in range(virtual_stages))
-        for rank in range(pipeline)
-    )
+    return tuple(stages_of_rank(kind, pipeline, virtual_stages, rank) for rank in range(pipeline))
 
 
 def shared_out(
@@ -44,53 +39,25 @@ def shared_out(
     if left < 0 or min(free) < 0 or sum(free) < left:
         return None
     counts = [1] * len(costs)
-    alike = [_Alike(ranks, chunks, costs, free) for ranks in _runs(chunks, costs)]
-    heap = [(each.done, number) for number, each in enumerate(alike) if each.ranks]
+
+    def with_one_more(rank: int) -> tuple[float, int, int]:
+        """When the rank would be done with one more layer, the rank, and its fastest virtual stage, which gets it."""
+        own = [counts[index] * costs[index][0] + costs[index][1] for index in chunks[rank]]
+        at = own.index(min(own))
+        layer, besides = costs[index := chunks[rank][at]]
+        return sum(own) - own[at] + ((counts[index] + 1) * layer + besides), rank, index
+
+    heap = [with_one_more(rank) for rank, room_left in enumerate(free) if room_left]
     heapq.heapify(heap)
-    while left:
-        number = heap[0][1]
-        left -= alike[number].take(left, counts)
-        if alike[number].ranks:
-            heapq.heapreplace(heap, (alike[number].done, number))
+    for _ in range(left):
+        _, rank, index = heap[0]
+        counts[index] += 1
+        free[rank] -= 1
+        if free[rank]:
+            heapq.heapreplace(heap, with_one_more(rank))
         else:
             heapq.heappop(heap)
     return tuple(counts)
-
-
-def _runs(chunks: Sequence[Sequence[int]], costs: Sequence[Cost]) -> Iterator[list[int]]:
-    """Runs of consecutive ranks that take equally long with the same number of layers."""
-    for _, ranks in groupby(range(len(chunks)), lambda rank: [costs[index] for index in chunks[rank]]):
-        yield list(ranks)
-
-
-class _Alike:
-    """Ranks that are always done at the same time, and so take layers in turn, as long as they have room."""
-
-    def __init__(self, ranks: list[int], chunks: Sequence[Sequence[int]], costs: Sequence[Cost], free: Sequence[int]):
-        self._chunks, self._free, self._rounds = chunks, free, 0
-        self._costs = [costs[index] for index in chunks[ranks[0]]]
-        self._counts = [1] * len(self._costs)
-        self.ranks = [rank for rank in ranks if free[rank] > 0]
-        """The ranks that still have room."""
-        self._next()
-
-    def _next(self) -> None:
-        own = [layers * layer + besides for layers, (layer, besides) in zip(self._counts, self._costs, strict=True)]
-        self._at = at = own.index(min(own))
-        layer, besides = self._costs[at]
-        self.done = sum(own) - own[at] + ((self._counts[at] + 1) * layer + besides)
-        """When each of them would be done with one more layer, on its fastest chunk."""
-
-    def take(self, left: int, counts: list[int]) -> int:
-        """Each rank takes one of the `left` layers, as far as these last; returns how many were taken."""
-        taking = self.ranks[:left]
-        for rank in taking:
-            counts[self._chunks[rank][self._at]] += 1
-        self._counts[self._at] += 1
-        self._rounds += 1
-        self.ranks = [rank for rank in self.ranks if self._free[rank] > self._rounds]
-        self._next()
-        return len(taking)
 
 
 def moves(counts: Counts) -> Iterator[Counts]:

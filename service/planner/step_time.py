@@ -1,11 +1,17 @@
-"""Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python."""
+"""Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python.
+
+With `train.frozen`, layers differ by which of their parameters are frozen. Backward ends in the first layer that a
+gradient reaches; the layers below only run forward. Above, frozen weights need no gradient products, sums or casts of
+their own; gradients still pass through them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import cached_property
 
 from manta.service.planner.communication import (
     Group,
@@ -17,17 +23,22 @@ from manta.service.planner.communication import (
 )
 from manta.service.planner.engine_passes import layer_time
 from manta.service.planner.hardware import HOST_COPY, Cluster, parts_of, with_threads
-from manta.service.planner.layer_kinds import StagePasses
-from manta.service.planner.layer_time import CAST_BOTH
-from manta.service.planner.operations import WIDE, Budget, host_wait, memory_seconds
-from manta.service.planner.pipeline import Pipeline, SharedCores
+from manta.service.planner.layer_time import CAST_BOTH, LayerTime
+from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
+from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import padded_vocabulary, trained_parameters
+from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
-from manta.workers.schedules.stages import chunk_location, end_ranks, layer_counts, layers_of
+from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
 from manta.workers.spec.layer_table import layer_table
-from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
+from manta.workers.spec.parameters import (
+    TOKEN_EMBEDDING,
+    first_trained_layer,
+    frozen_by_layer,
+    frozen_names,
+    output_weight,
+)
 from manta.workers.system.threads import decided_threads
 
 
@@ -70,14 +81,91 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
 
 
-def max_trained_parameters(spec: JobSpec) -> int:
-    """Parameters with gradients of the rank that has most; at least one."""
-    return max(1, *trained_parameters(spec))
-
-
 def min_backward_seconds(pipeline: Pipeline) -> float:
     """Seconds of the shortest backward of a virtual stage."""
     return min(time.backward for time in pipeline.times if time.backward > 0)
+
+
+class StagePasses:
+    """Times of one job's virtual stages."""
+
+    def __init__(self, layer: LayerTime, parts: Passes | None = None):
+        """`parts`: times of the parts of the model with everything trained, if they are not those of `layer`."""
+        self.layer, self.parts, spec = layer, parts or layer.passes(), layer.spec
+        self.is_frozen = bool(spec.train.frozen)
+        """Whether a part of the model is not trained."""
+        self._first = first_trained_layer(spec.model, spec.train.frozen)
+        self._frozen = frozen_by_layer(spec) if self.is_frozen else ()
+        whole = self.parts.backward_input, self.parts.backward_weight
+        self._known: dict[frozenset[str], tuple[Budget, Budget]] = {} if self.is_frozen else {frozenset(): whole}
+        self._times: dict[object, StageTimes] = {}
+
+    def times(self, layers: range, first: bool = False, last: bool = False) -> StageTimes:
+        """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
+        kinds = frozenset(self._kinds(layers).items()) if self.is_frozen else None
+        key = len(layers), kinds, first, last
+        if key not in self._times:
+            self._times[key] = StageTimes(*(budget.seconds for budget in self.budgets(layers, first, last)))
+        return self._times[key]
+
+    def times_of(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
+        """Times of a virtual stage with so many layers. With `train.frozen` only those of its forward: the others
+        depend on which layers it has."""
+        if not self.is_frozen:
+            return self.times(range(layers), first, last)
+        key = layers, first, last
+        if key not in self._times:
+            forward = self._forward(layers, first, last).wait_for_host(self.layer.machine)
+            self._times[key] = StageTimes(forward.seconds, 0.0, 0.0)
+        return self._times[key]
+
+    def seconds(self, counts: Collection[int]) -> float:
+        """Seconds of inner virtual stages with these numbers of layers, in total."""
+        known = {layers: self.times_of(layers).seconds for layers in set(counts)}
+        return sum(map(known.__getitem__, counts))
+
+    def budgets(self, layers: range, first: bool, last: bool) -> tuple[Budget, Budget, Budget]:
+        """Times of a virtual stage, as in `times`, broken down by what the time goes to."""
+        machine, forward = self.layer.machine, self._forward(len(layers), first, last)
+        backward, weight = Budget(), Budget()
+        for kind, times in self._kinds(layers).items():
+            of_input, of_weight = self._backward(kind)
+            backward, weight = backward.plus(of_input, times), weight.plus(of_weight, times)
+        if first and self._first < 0:
+            backward = backward.plus(self.parts.first_backward)
+        if last:
+            backward = backward.plus(self._last_backward)
+        if machine.gpu is not None and first and last:
+            forward.host = host_wait(machine, forward, backward, weight)
+            return forward, backward, weight
+        return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
+
+    def _forward(self, layers: int, first: bool, last: bool) -> Budget:
+        """The stage's forward, without waiting for the host."""
+        forward = Budget().plus(self.parts.forward, layers)
+        if first:
+            forward = forward.plus(self.parts.first_forward)
+        return forward.plus(self.parts.last_forward) if last else forward
+
+    def _kinds(self, layers: range) -> Mapping[frozenset[str], int]:
+        """Of these layers that have a backward, how many have the same parameters frozen."""
+        if not self.is_frozen:
+            return {frozenset(): len(layers)}
+        return Counter(self._frozen[max(layers.start, self._first) : layers.stop])
+
+    def _backward(self, frozen: frozenset[str]) -> tuple[Budget, Budget]:
+        """Both halves of the backward of a layer in which the parameters `frozen` are not trained."""
+        if frozen not in self._known:
+            layer = self.layer.without(frozen)
+            self._known[frozen] = layer.backward_input(), layer.backward_weight()
+        return self._known[frozen]
+
+    @cached_property
+    def _last_backward(self) -> Budget:
+        spec = self.layer.spec
+        if not self.is_frozen:
+            return self.parts.last_backward
+        return self.layer.without(frozenset({output_weight(spec.model)} & frozen_names(spec))).output_backward()
 
 
 class StepModel:
@@ -97,23 +185,22 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or StagePasses(self.layer)
-        self.parameters = parameters or max_trained_parameters(spec)
+        self.parameters = parameters or max(1, *trained_parameters(spec))
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
         layout = self.spec.layout
-        ends = list(accumulate(layer_counts(self.spec.model.layers, layout), initial=0))
-        last = len(ends) - 2
+        layers, count = self.spec.model.layers, layout.pipeline * layout.virtual_stages
         stages = (
-            self.part_of(index).passes.times(range(*each), index == 0, index == last)
-            for index, each in enumerate(pairwise(ends))
+            self.part_of(index).passes.times(layers_of(layers, layout, index), index == 0, index == count - 1)
+            for index in range(count)
         )
         return Pipeline(
             layout.schedule,
             layout.pipeline,
             layout.virtual_stages,
             tuple(stages),
-            tuple(self.message(index) for index in range(last)),
+            tuple(self.message(index) for index in range(count - 1)),
             self.software.blocks_on_messages,
             self.cores(),
         )
@@ -276,12 +363,14 @@ class StepModel:
 
     def tied_seconds(self) -> float:
         """Summing the gradients of an embedding that two stages hold."""
-        layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
+        spec, model = self.spec, self.spec.model
+        if not model.tie_embeddings or len(end_ranks(spec.layout)) == 1 or TOKEN_EMBEDDING in frozen_names(spec):
             return 0.0
-        size = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size * self.software.gradient_bytes
-        together = self.groups.stages_share_node(0, layout.pipeline - 1)
-        return reduce_seconds(Group(2, 2 if together else 1), self.cluster, size)
+        return self._sum_of_tables(vocabulary_rows(spec) * model.hidden_size)
+
+    def _sum_of_tables(self, elements: int) -> float:
+        together = self.groups.stages_share_node(0, self.spec.layout.pipeline - 1)
+        return reduce_seconds(Group(2, 2 if together else 1), self.cluster, elements * self.software.gradient_bytes)
 
 
 class _Part(StepModel):
@@ -340,12 +429,7 @@ class MixedStepModel(StepModel):
         """The update and its distribution to all replicas, where that takes longest."""
         return max(part.optimizer_seconds() for part in self._parts)
 
-    def tied_seconds(self) -> float:
-        """Summing the gradients of an embedding that two stages on different nodes share."""
-        layout, model = self.spec.layout, self.spec.model
-        if not model.tie_embeddings or len(end_ranks(layout)) == 1 or TOKEN_EMBEDDING in frozen_names(self.spec):
-            return 0.0
-        elements = padded_vocabulary(self.spec) // layout.tensor * model.hidden_size
+    def _sum_of_tables(self, elements: int) -> float:
         ends = self._stages[0], self._stages[-1]
         return max(reduce_seconds(Group(2, 1), end.cluster, elements * end.software.gradient_bytes) for end in ends)
 

@@ -16,7 +16,7 @@ from manta.service.errors import ErrorKind, ServiceError
 from manta.service.planner.budget import step_shares
 from manta.service.planner.explain import MAX_PASSES
 from manta.service.planner.hardware import Cluster, UnknownMachine
-from manta.service.planner.pipeline import PASS_NAMES, Bar
+from manta.service.planner.pipeline import Bar
 from manta.service.planner.search import plan_of
 from manta.service.planner.step_time import StepModel, StepTime, step_model
 from manta.service.step_traces import budget
@@ -281,10 +281,7 @@ def _ranks(spec: JobSpec, model: StepModel, time: StepTime) -> list[dict[str, An
 
 
 def _rank(grid: RankGrid, stage: int, bars: list[Bar], time: StepTime) -> dict[str, Any]:
-    slices = [
-        Slice(cast("SliceKind", PASS_NAMES[bar.kind]), bar.begin, bar.end, 1, bar.stage, bar.micro_batch)
-        for bar in bars
-    ]
+    slices = [Slice(cast("SliceKind", bar.kind), bar.begin, bar.end, 1, bar.stage, bar.micro_batch) for bar in bars]
     reduced = time.pipeline + time.gradients + time.tied
     updated = reduced + time.optimizer
     tail: list[tuple[SliceKind, float, float]] = [

@@ -24,8 +24,8 @@ from manta.service.planner.machines import (
     with_links_of_before,
 )
 from manta.workers.system.resources import node_type
-from tests.service.planner.test_fitting_gpu import rows as measurements_of
-from tests.service.planner.test_fitting_links import rows as links_rows
+from tests.service.planner.test_fitting import gpu_rows as measurements_of
+from tests.service.planner.test_fitting import link_rows as links_rows
 
 CORE = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
 

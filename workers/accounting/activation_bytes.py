@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from itertools import accumulate
 
-from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
+from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
 from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute as recompute_policy
@@ -202,7 +202,7 @@ def output_bytes(spec: JobSpec) -> int:
         return inputs + vector
     if output_weight(model) not in frozen:
         inputs += vector
-    return inputs + tokens * padded_vocabulary(spec) // spec.layout.tensor * width_of(spec)
+    return inputs + tokens * vocabulary_rows(spec) * width_of(spec)
 
 
 def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
@@ -251,22 +251,16 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(model, spec.train.frozen)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
-    total = len(layers) * deferred_layer_bytes(spec)
+    total = 0
+    for each in layer_table(model, layout.tensor).products:
+        results = each.ys
+        if each.sums:  # the gradient of the sum is gathered
+            results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
+        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
-        total += width * (outside * h + tokens * padded_vocabulary(spec) // layout.tensor)
-    return total
-
-
-def deferred_layer_bytes(spec: JobSpec) -> int:
-    """The part of `deferred_bytes` that one layer holds."""
-    total = 0
-    for each in layer_table(spec.model, spec.layout.tensor).products:
-        results = each.ys
-        if each.sums:  # the gradient of the sum is gathered
-            results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
-        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
+        total += width * (outside * h + tokens * vocabulary_rows(spec))
     return total
 
 

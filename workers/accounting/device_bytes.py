@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manta.workers.accounting.activation_bytes import bytes_of_rank, tokens_of
+from manta.workers.accounting.activation_bytes import WIDE, bytes_of_rank, tokens_of, width_of
 from manta.workers.accounting.flops import (
     frozen_parameters_of_rank,
     layers_of_rank,
-    padded_vocabulary,
     parameters_of_rank,
     stages_on_rank,
+    vocabulary_rows,
     waiting_gradient_buffers,
 )
 from manta.workers.accounting.layer_passes import weight_bytes
@@ -33,14 +33,13 @@ from manta.workers.schedules.action_lists import training_actions
 from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
-WIDE = 4
-"""Bytes of an element of gradients, master weights and moments."""
-
 
 @dataclass(frozen=True)
 class DeviceBytes:
     """Memory of one rank."""
 
+    rank: int
+    """Pipeline index of the rank."""
     parameters: int
     """In the precision of compute; with train.fp8 also the 8-bit copies of weights, in both orientations."""
     gradients: int
@@ -58,6 +57,11 @@ class DeviceBytes:
         """The peak of a step."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.workspace
 
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part, by the names that users see, and the total."""
+        names = ("parameters", "gradients", "optimizer", "activations")
+        return {name: getattr(self, name) for name in names} | {"buffers": self.workspace, "total": self.total}
+
 
 def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
     """Memory of a rank of each pipeline stage, on GPUs."""
@@ -69,7 +73,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
     stages, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
-    holders, width = spec.layout.holders, 4 if spec.train.precision == "fp32" else 2
+    holders, width = spec.layout.holders, width_of(spec)
     trained, part = stages - frozen, (stages - frozen) // holders
     kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
     gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
@@ -88,7 +92,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     most = max(passes.of_rank(stage, micro_batches), copies, incoming)
     parameters = width * stages + weight_bytes(spec, stage)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
-    return DeviceBytes(parameters, gradients, optimizer, activations, workspace)
+    return DeviceBytes(stage, parameters, gradients, optimizer, activations, workspace)
 
 
 def _recorded_bytes(passes: StepPeak, stage: int) -> int:
@@ -129,7 +133,7 @@ def halves_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
         if (action.kind, action.chunk) in (of_table, of_output):
             made ^= {action.micro_batch}
             most = max(most, len(made))
-    return WIDE * most * padded_vocabulary(spec) // layout.tensor * model.hidden_size
+    return WIDE * most * vocabulary_rows(spec) * model.hidden_size
 
 
 def _nodes_of_others(spec: JobSpec) -> int:
@@ -151,7 +155,7 @@ def _tail(spec: JobSpec, stage: int) -> int:
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     stages, last = stages_on_rank(spec, stage), layout.pipeline * layout.virtual_stages - 1
     is_shared = model.tie_embeddings and (0 in stages) != (last in stages)
-    elements = padded_vocabulary(spec) // layout.tensor * h if is_shared else 0
+    elements = vocabulary_rows(spec) * h if is_shared else 0
     if 0 in stages and not model.parts.rotary:
         elements += model.sequence_length * h
     copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
@@ -20,17 +18,7 @@ MEASURE_SECONDS = 0.2
 CPU_SIZE, CUDA_SIZE = 768, 8192
 
 
-@dataclass(frozen=True)
-class Peak:
-    """Peak rate of one rank's device."""
-
-    flops: float
-    """FLOP/s."""
-    source: Literal["table", "measured"]
-    """table: the maker's dense peak; measured: the best of several matrix products on this machine."""
-
-
-def measure_peak_flops(device: str, precision: str | None = None) -> Peak:
+def measure_peak_flops(device: str, precision: str | None = None) -> PeakRate:
     """Peak FLOP/s of `device` ("cpu" or "cuda[:n]") at `precision` ("fp32" or "bf16").
 
     The default precision is fp32 on a CPU and bf16 on a GPU. A CPU is measured with one thread, of which a
@@ -42,16 +30,16 @@ def measure_peak_flops(device: str, precision: str | None = None) -> Peak:
     if kind == "cuda":
         known = known_peak(torch.cuda.get_device_name(device), precision)
         if known is not None:
-            return Peak(known, "table")
+            return PeakRate(known, "table")
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    return Peak(_best_product_rate(device, dtype, CPU_SIZE if kind == "cpu" else CUDA_SIZE), "measured")
+    return PeakRate(_best_product_rate(device, dtype, CPU_SIZE if kind == "cpu" else CUDA_SIZE), "measured")
 
 
 def peak_of_rank(device: torch.device, spec: JobSpec, of_thread: float | None = None) -> float:
     """Peak FLOP/s of a rank of the job on `device`, at the job's precision, for MFU. `of_thread`: the measured peak of
     one CPU thread, if known."""
     if of_thread is None:
-        of_thread = measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").flops
+        of_thread = measure_peak_flops(device.type, "fp32" if spec.train.precision == "fp32" else "bf16").peak_flops
     return of_thread * (threads_of(spec) if device.type == "cpu" else 1)
 
 
@@ -87,5 +75,5 @@ def run(argument: JsonObject, control: socket.socket) -> int:
     """
     device = argument.get("device") or "cpu"
     peak = measure_peak_flops(device, argument.get("precision"))
-    control.sendall(json.dumps(to_json(PeakRate(peak.flops, peak.source))).encode() + b"\n")
+    control.sendall(json.dumps(to_json(peak)).encode() + b"\n")
     return 0

@@ -110,14 +110,10 @@ def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
     return tuple(parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
 
 
-def frozen_parameters(spec: JobSpec) -> tuple[int, ...]:
-    """The part of `rank_parameters` that is not trained."""
-    return tuple(frozen_parameters_of_rank(spec, rank) for rank in range(spec.layout.pipeline))
-
-
 def trained_parameters(spec: JobSpec) -> tuple[int, ...]:
     """The part of `rank_parameters` that is trained."""
-    return tuple(total - frozen for total, frozen in zip(rank_parameters(spec), frozen_parameters(spec), strict=True))
+    ranks = enumerate(rank_parameters(spec))
+    return tuple(whole - frozen_parameters_of_rank(spec, rank) for rank, whole in ranks)
 
 
 def stages_on_rank(spec: JobSpec, rank: int) -> tuple[int, ...]:
@@ -135,7 +131,7 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
 def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = None) -> int:
     """Parameters of pipeline rank `rank`, on one tensor rank, or only those in `names`."""
     layout, indices = spec.layout, stages_on_rank(spec, rank)
-    counts = parameter_counts(spec.model, layout.tensor, padded_vocabulary(spec) // layout.tensor, names)
+    counts = parameter_counts(spec.model, layout.tensor, vocabulary_rows(spec), names)
     layers = [layers_of(spec.model.layers, layout, index) for index in indices]
     total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
     first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
@@ -164,6 +160,11 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
 def padded_vocabulary(spec: JobSpec) -> int:
     """Rows of the token embedding over all tensor ranks."""
     return padded_rows(spec.vocabulary_size, spec.layout.tensor)
+
+
+def vocabulary_rows(spec: JobSpec) -> int:
+    """Rows of the token embedding on each tensor rank."""
+    return padded_vocabulary(spec) // spec.layout.tensor
 
 
 def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:

@@ -67,7 +67,7 @@ class LayerPasses:
     def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
-        self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits.of(spec)
+        self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits(spec)
         self.table = layer_table(spec.model, spec.layout.tensor, layer)
         self._blocks, attention = self.table.blocks, self.table.attention
         self.repeated = 0
@@ -317,20 +317,13 @@ def weight_bytes(spec: JobSpec, rank: int) -> int:
     return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
 
 
-@dataclass(frozen=True)
 class EightBits:
     """Memory of one job's 8-bit products in addition to their results (`workers/parallel/tensor/fp8.py`); nothing with
     train.fp8 off. A 16-bit matrix is half as large in 8 bits. If casts are not compiled, it is first multiplied by its
     scale in 16 bits."""
 
-    on: bool
-    by_row: bool
-    compiled: bool
-
-    @classmethod
-    def of(cls, spec: JobSpec) -> EightBits:
-        """Memory of the 8-bit products of the job `spec`."""
-        return cls(spec.train.fp8 != "off", spec.train.fp8 == "rowwise", spec.train.compile)
+    def __init__(self, spec: JobSpec):
+        self.on, self.by_row, self.compiled = spec.train.fp8 != "off", spec.train.fp8 == "rowwise", spec.train.compile
 
     def product(self, tape: Tape, x: int, *beside: int) -> None:
         """A forward product with an input of `x` bytes, with `beside` bytes of other tensors allocated meanwhile."""

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 
 from manta.workers.accounting.flops import (
-    frozen_parameters,
     frozen_parameters_of_rank,
     parameters_of_rank,
+    rank_parameters,
     trained_parameters,
 )
 from manta.workers.config import JobSpec, ParallelConfig
@@ -40,8 +40,8 @@ def checkpoint_bytes(spec: JobSpec) -> int:
 def state_bytes_of_ranks(spec: JobSpec) -> list[int]:
     """Bytes of state that each tensor rank of each pipeline rank holds."""
     width = 4 if spec.train.precision == "fp32" else 2
-    pairs = zip(trained_parameters(spec), frozen_parameters(spec), strict=True)
-    return [bytes_per_parameter(spec) * trained + width * frozen for trained, frozen in pairs]
+    pairs = zip(rank_parameters(spec), trained_parameters(spec), strict=True)
+    return [bytes_per_parameter(spec) * trained + width * (whole - trained) for whole, trained in pairs]
 
 
 def _state_bytes(spec: JobSpec) -> int:

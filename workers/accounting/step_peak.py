@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from manta.workers.accounting.activation_bytes import LAYER_INPUT, WIDE, layers_are_alike, offloaded, tokens_of
-from manta.workers.accounting.flops import padded_vocabulary, stages_on_rank
+from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.layer_passes import LayerPasses, Sizes
 from manta.workers.accounting.rank_passes import (
     NOTHING,
@@ -63,7 +63,7 @@ class StepPeak:
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         self._of_stages: dict[tuple[object, ...], Pass] = {}
         self._layers_are_alike = layers_are_alike(spec)
-        self._ranges: dict[int, range] = {}
+        self._columns = vocabulary_rows(spec)
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.message = self.sizes.residual // (layout.tensor if scatters else 1)
         """Bytes of a received message, which may be a part that has to be gathered."""
@@ -134,9 +134,7 @@ class StepPeak:
         return tape.total()
 
     def _indices(self, index: int) -> range:
-        if index not in self._ranges:
-            self._ranges[index] = layers_of(self.spec.model.layers, self.spec.layout, index)
-        return self._ranges[index]
+        return layers_of(self.spec.model.layers, self.spec.layout, index)
 
     def _is_last(self, index: int) -> bool:
         return index == self.stages * self.chunks - 1
@@ -244,11 +242,6 @@ class StepPeak:
 
     def _logits_of(self, tokens: int) -> int:
         return self.sizes.width * tokens * self._columns
-
-    @property
-    def _columns(self) -> int:
-        """Columns of the vocabulary on this rank."""
-        return padded_vocabulary(self.spec) // self.spec.layout.tensor
 
     def _loss(self, tape: Tape) -> None:
         """Final norm, logits, cross-entropy: the residual stream is replaced by what is kept of them."""

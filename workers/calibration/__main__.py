@@ -20,10 +20,18 @@ import torch
 
 from manta.workers.calibration import clock
 from manta.workers.calibration.collectives import between_gpus, collective_times, gpu_devices
-from manta.workers.calibration.device import ON_GPU, attention_times, measure_gpu, product_times
+from manta.workers.calibration.device import (
+    ON_GPU,
+    as_busy,
+    attention_times,
+    busy_seconds,
+    layout_document,
+    measure_gpu,
+    product_times,
+    step_times,
+)
 from manta.workers.calibration.local_ranks import LocalRanks
 from manta.workers.calibration.measurements import Measurements
-from manta.workers.calibration.steps import as_busy, busy_seconds, layout_document, step_times
 from manta.workers.comm.lost_peers import first_line
 from manta.workers.errors import MantaError
 from manta.workers.system.host_memory import keep_freed_memory

@@ -13,9 +13,9 @@ from functools import partial
 import torch
 
 from manta.workers.calibration.clock import Run, joint_seconds, release
+from manta.workers.calibration.device import layout_document
 from manta.workers.calibration.local_ranks import LocalRanks, RankDevice
 from manta.workers.calibration.measurements import CollectiveTime, ExchangeKind
-from manta.workers.calibration.steps import layout_document
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import Axis
@@ -70,7 +70,6 @@ def _added_seconds(comm: Comm, work: Run, collective: Run) -> float:
 
 
 def _seconds(comm: Comm, run: Run) -> float:
-    """Mean seconds of a run, over CPU_TIMES runs on all ranks."""
     comm.barrier()
     began = time.perf_counter()
     for _ in range(CPU_TIMES):

@@ -57,8 +57,6 @@ ON_CPU = RankDevice()
 
 @dataclass(frozen=True)
 class _Failed:
-    """The error that a rank raised."""
-
     why: str
     caused_by_peer: bool
     """Whether the cause is the loss of another rank, which reports its own error."""

@@ -129,7 +129,7 @@ class Measurements:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Measurements:
         """From what `dataclasses.asdict` returned. Raises KeyError, TypeError."""
-        kinds = {
+        kinds: dict[str, Any] = {
             "products": ProductTime,
             "attention": AttentionTime,
             "steps": StepSeconds,
@@ -138,12 +138,7 @@ class Measurements:
             "elements": ElementTime,
             "copies": CopyTime,
         }
-        lists: dict[str, Any] = {name: [kind(**row) for row in document[name]] for name, kind in kinds.items()}
-        others: dict[str, Any] = {
-            name: document[name] for name in ("device", "cores", "gpu_memory_bytes", "adds_wider")
-        }
-        others |= {name: document.get(name) for name in ("other_cores", "spread", "links_problem")}
-        return cls(**others, **lists)
+        return cls(**document | {name: [kind(**row) for row in document[name]] for name, kind in kinds.items()})
 
 
 SMALL = 256

@@ -306,7 +306,7 @@ class PeakRate:
     peak_flops: float
     """FLOP/s of the device; of a CPU, of one thread."""
     source: str
-    """See `manta.workers.accounting.device_peak.Peak`."""
+    """table: the maker's dense peak; measured: the best of several matrix products on this machine."""
 
 
 @dataclass(frozen=True)

@@ -237,19 +237,16 @@ def _layer_table(model: ModelConfig, tensor: int, window: int | None) -> LayerTa
 
 
 def _norm(model: ModelConfig, block: str) -> Norm:
-    """The norm at the beginning of a block."""
     x, y = (Tensor(f"{block}_norm_{end}", model.hidden_size, own=True) for end in ("input", "output"))
     rms = model.parts.rms_norm
     return Norm(f"{block}_norm", x, y._replace(recomputed_by="norm"), model.hidden_size, rms, model.bias and not rms)
 
 
 def _input_weight(model: ModelConfig, name: str, rows: int, parts: tuple[Rows, ...] = (), copies: int = 1) -> Weight:
-    """The weight of a product at the beginning of a block."""
     return Weight(name, rows, model.hidden_size, model.bias, parts or (_all_rows(name, rows),), copies)
 
 
 def _output(model: ModelConfig, block: str, name: str, x: Tensor) -> Products:
-    """The product at the end of a block."""
     h = model.hidden_size
     weight = Weight(name, h, x.columns, model.bias, (_all_rows(name, h),))
     return Products(x, (Tensor(f"{block}_output", h, own=True),), (weight,), sums=True)

@@ -237,7 +237,6 @@ def _working(path: str, suggestion: str | None) -> str | None:
 
 
 def _as_read(suggestion: str) -> Any:
-    """A suggestion parsed as YAML."""
     try:
         return read_yaml(suggestion)
     except (yaml.YAMLError, ValueError):

@@ -5,16 +5,17 @@ Each rule is a function of the spec that yields problems; each problem names the
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterator
 
 from manta.workers.config import MIN_WINDOW, JobSpec, ModelConfig, RopeScaling
+from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import even_counts
 from manta.workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from manta.workers.spec.data_rules import CHAT_RULES, DATA_RULES
 from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
-from manta.workers.spec.environment import environment_is_allowed
 from manta.workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
-from manta.workers.spec.pipeline_rules import PIPELINE_RULES
 from manta.workers.spec.problems import Problem
 from manta.workers.spec.recipe_rules import RECIPE_RULES
 
@@ -216,6 +217,70 @@ def _elastic_sums_are_not_compiled(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
+    name, count = spec.layout.schedule, spec.layout.virtual_stages
+    expected = SCHEDULES[name].virtual_stages
+    if expected is None or count == expected:
+        return
+    if expected > 1:
+        yield Problem("parallel.virtual_stages", f"{name} has {expected} virtual stages, not {count}", str(expected))
+    else:
+        flexible = next(other for other, schedule in SCHEDULES.items() if schedule.virtual_stages is None)
+        rule = f"{name} has one virtual stage, not {count}; {flexible} takes any number"
+        yield Problem("parallel.schedule", rule, flexible)
+
+
+def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
+    layout, layers = spec.layout, spec.model.layers
+    turns_back = SCHEDULES[layout.schedule].turns_back
+    virtual_stages = 2 if turns_back else layout.virtual_stages
+    if layers < layout.pipeline * virtual_stages:
+        if virtual_stages > layers or turns_back or layout.pipeline == 1:
+            yield Problem(
+                "model.layers",
+                f"layers ({layers}) must be at least parallel.pipeline x virtual_stages "
+                f"({layout.pipeline} x {virtual_stages})",
+                str(layout.pipeline * virtual_stages),
+            )
+        else:
+            yield Problem(
+                "parallel.pipeline",
+                f"pipeline ({layout.pipeline}) x virtual_stages ({virtual_stages}) must be at most model.layers "
+                f"({layers})",
+                str(layers // virtual_stages),
+            )
+
+
+def _every_stage_has_accelerators(spec: JobSpec) -> Iterator[Problem]:
+    layout = spec.layout
+    types = layout.stage_accelerators
+    if types is not None and spec.resources.accelerator == "cpu":
+        rule = "sets the GPU types of stages, but resources.accelerator is cpu"
+        yield Problem("parallel.stage_accelerators", rule, "null")
+    elif types is not None and len(types) != layout.pipeline:
+        rule = f"has types for {len(types)} stages, but parallel.pipeline is {layout.pipeline}: give one for each stage"
+        repeated = (types or ("A100",)) * layout.pipeline
+        yield Problem("parallel.stage_accelerators", rule, f"[{', '.join(repeated[: layout.pipeline])}]")
+
+
+def _stages_have_all_layers(spec: JobSpec) -> Iterator[Problem]:
+    """Checks stage_layers; whether there are enough layers for all stages is checked by another rule."""
+    layout, layers, counts = spec.layout, spec.model.layers, spec.layout.stage_layers
+    stages = layout.pipeline * layout.virtual_stages
+    if counts is None or layers < stages:
+        return
+    even = str(list(even_counts(layers, stages)))
+    if len(counts) != stages:
+        yield Problem(
+            "parallel.stage_layers",
+            f"{len(counts)} numbers of layers for {stages} virtual stages: there must be one for each "
+            f"(parallel.pipeline {layout.pipeline} x virtual_stages {layout.virtual_stages})",
+            even,
+        )
+    elif sum(counts) != layers:
+        yield Problem("parallel.stage_layers", f"{sum(counts)} layers in total, not model.layers ({layers})", even)
+
+
 def _attention_can_drop_out(spec: JobSpec) -> Iterator[Problem]:
     if spec.train.attention == "sdpa" and spec.model.dropout > 0:
         yield Problem(
@@ -270,6 +335,46 @@ def _spikes_can_be_seen(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+_NCCL = (
+    "ALGO", "ALLOC_P2P_NET_LL_BUFFERS", "BUFFSIZE", "CGA_CLUSTER_SIZE", "COLLNET_ENABLE", "CROSS_NIC",
+    "CUMEM_ENABLE", "DEBUG", "DEBUG_SUBSYS", "DMABUF_ENABLE", "GRAPH_MIXING_SUPPORT", "GRAPH_REGISTER",
+    "IB_ADAPTIVE_ROUTING", "IB_AR_THRESHOLD", "IB_DISABLE", "IB_FIFO_TC", "IB_GID_INDEX", "IB_HCA",
+    "IB_MERGE_NICS", "IB_PCI_RELAXED_ORDERING", "IB_QPS_PER_CONNECTION", "IB_RETRY_CNT", "IB_SL",
+    "IB_SPLIT_DATA_ON_QPS", "IB_TC", "IB_TIMEOUT", "IGNORE_CPU_AFFINITY", "LOCAL_REGISTER", "MAX_CTAS",
+    "MAX_NCHANNELS", "MAX_P2P_NCHANNELS", "MIN_CTAS", "MIN_NCHANNELS", "MIN_P2P_NCHANNELS", "MNNVL_ENABLE",
+    "NCHANNELS_PER_NET_PEER", "NET_GDR_C2C", "NET_GDR_LEVEL", "NET_GDR_READ", "NSOCKS_PERTHREAD", "NTHREADS",
+    "NVB_DISABLE", "NVLS_CHUNKSIZE", "NVLS_ENABLE", "OOB_NET_IFNAME", "P2P_DISABLE", "P2P_LEVEL",
+    "P2P_NET_CHUNKSIZE", "PROTO", "PXN_DISABLE", "SHM_DISABLE", "SOCKET_FAMILY", "SOCKET_IFNAME",
+    "SOCKET_NTHREADS", "SOCKET_RETRY_CNT", "WORK_FIFO_BYTES",
+)  # fmt: skip
+_OTHERS = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "GLOO_SOCKET_IFNAME",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+ALLOWED = frozenset({*(f"NCCL_{name}" for name in _NCCL), *_OTHERS})
+"""Names that `resources.environment` may have."""
+MAX_CHARACTERS = 1000
+"""Maximum length of a value."""
+
+
+def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
+    """Checks that all names are in the list of safe ones, and that values are valid in a process's environment."""
+    for name, value in spec.resources.environment.items():
+        path = f"resources.environment.{name}"
+        if name not in ALLOWED:
+            near = difflib.get_close_matches(name.upper(), sorted(ALLOWED), 1)
+            rule = (
+                "not allowed; a job may set the variables of NCCL, gloo and the allocator listed in docs/parallelism.md"
+            )
+            yield Problem(path, rule, near[0] if near else None)
+        elif len(value) > MAX_CHARACTERS or not value.isprintable():
+            yield Problem(path, f"a value has at most {MAX_CHARACTERS} characters, all of them printable")
+
+
 UNSUPPORTED: tuple[Rule, ...] = (_unsupported_parallel,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
@@ -282,7 +387,10 @@ FITTING: tuple[Rule, ...] = (
     _chunks_have_rows,
     _chunks_have_16_bits,
     _key_value_heads_fit,
-    *PIPELINE_RULES,
+    _schedule_fits_virtual_stages,
+    _pipeline_has_layers,
+    _stages_have_all_layers,
+    _every_stage_has_accelerators,
     *BATCH_RULES,
     _attention_can_drop_out,
     _compiled_blocks_are_plain,
@@ -291,7 +399,7 @@ FITTING: tuple[Rule, ...] = (
     _elastic_sums_are_not_compiled,
     _recomputation_is_whole,
     *DATA_RULES,
-    environment_is_allowed,
+    _environment_is_allowed,
     *CHAT_RULES,
     *RECIPE_RULES,
     elastic_bounds_hold,

@@ -17,7 +17,7 @@ from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable, WeightsError
 from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.rules import find_problems
-from manta.workers.weights.config_import import CONFIG, Shape, read_config, shape_of
+from manta.workers.weights.config import CONFIG, Shape, read_config, shape_of
 
 _MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors in reading a file that another machine, or another user, may not have."""

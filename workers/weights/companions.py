@@ -16,8 +16,7 @@ from manta.workers.errors import DataError, WeightsError
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from manta.workers.weights.config_export import TOKENS, huggingface_config
-from manta.workers.weights.config_import import CONFIG, Keys, read_config, shape_of
+from manta.workers.weights.config import CONFIG, TOKENS, Keys, huggingface_config, read_config, shape_of
 
 GENERATION = "generation_config.json"
 _SETTINGS = "tokenizer_config.json"
@@ -88,7 +87,6 @@ def add_tokenizer(spec: JobSpec, checkpoint: Location, folder: Path) -> None:
 
 
 def _named(spec: JobSpec) -> Path | None:
-    """The tokenizer's file that the spec names."""
     return None if spec.data.tokenizer_file is None else tokenizer_path(spec.data.tokenizer_file)
 
 

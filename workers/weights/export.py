@@ -38,7 +38,7 @@ from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import Location, parse_location
 from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
-from manta.workers.weights.folder import INDEX, NewFiles, NewTensor, index_of, plan_files, write_text
+from manta.workers.weights.folder import INDEX, NewFiles, index_of, plan_files, write_text
 from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, huggingface_tensors, unchanged
 from manta.workers.weights.stream_out import DTYPES, Source, write_tensors
 
@@ -101,7 +101,7 @@ def _export(
         texts, tensors = companion_files(spec, named, location), huggingface_tensors(spec)
     else:
         texts, tensors = {SPEC: json.dumps(manifest.spec, indent=2) + "\n"}, _our_tensors(source.contents)
-    files = plan_files([NewTensor(tensor.name, tensor.shape) for tensor in tensors], named, shard_bytes)
+    files = plan_files(tensors, named, shard_bytes)
     if len(files) > 1:
         texts[INDEX] = index_of(files, named)
     size = sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_BYTES[named]
@@ -137,7 +137,6 @@ def _source_dtype(spec: JobSpec) -> str:
 
 
 def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
-    """Our tensors with their own names."""
     names = [name for name in contents.tensors if name.startswith("model.")]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
     return [unchanged(name, name, *shape) for name, shape in shapes.items()]

@@ -200,18 +200,10 @@ def _entry(file: Path, name: str, entry: dict[str, Any]) -> tuple[FileTensor, in
     return FileTensor(file, name, shape, str(entry["dtype"])), end
 
 
-@dataclass(frozen=True)
-class NewTensor:
-    """A tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
-def plan_files(tensors: Sequence[NewTensor], dtype: str, max_bytes: int) -> dict[str, list[NewTensor]]:
+def plan_files(tensors: Sequence[HuggingFaceTensor], dtype: str, max_bytes: int) -> dict[str, list[HuggingFaceTensor]]:
     """Which file contains which tensors, in their order: as few files as possible, each of at most `max_bytes`, or
     with a single tensor that is larger."""
-    shards: list[list[NewTensor]] = [[]]
+    shards: list[list[HuggingFaceTensor]] = [[]]
     room = max_bytes
     for tensor in tensors:
         size = math.prod(tensor.shape) * BYTES[NAMES[dtype]]
@@ -226,7 +218,7 @@ def plan_files(tensors: Sequence[NewTensor], dtype: str, max_bytes: int) -> dict
     return {f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def index_of(files: dict[str, list[NewTensor]], dtype: str) -> str:
+def index_of(files: dict[str, list[HuggingFaceTensor]], dtype: str) -> str:
     """The text of the index of `files`."""
     sizes = [math.prod(tensor.shape) for tensors in files.values() for tensor in tensors]
     index = {
@@ -244,7 +236,7 @@ class NewFiles:
     def __init__(
         self,
         folder: Path,
-        files: dict[str, list[NewTensor]],
+        files: dict[str, list[HuggingFaceTensor]],
         dtype: str,
         wrote: Callable[[int], object] = lambda count: None,
     ):
@@ -279,7 +271,7 @@ class NewFiles:
                 for flush in self._flushes:
                     flush.result()
 
-    def _make(self, stream: IO[bytes], tensors: Iterable[NewTensor]) -> None:
+    def _make(self, stream: IO[bytes], tensors: Iterable[HuggingFaceTensor]) -> None:
         header, places, end = _new_header(tensors, self._dtype)
         _write_at(stream.fileno(), header, 0)
         # Space on the disk, allocated at once: a disk that is too small says so now, and no space is searched for
@@ -312,7 +304,7 @@ def _write_at(descriptor: int, content: bytes | memoryview, at: int) -> None:
         view, at = view[count:], at + count
 
 
-def _new_header(tensors: Iterable[NewTensor], dtype: str) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+def _new_header(tensors: Iterable[HuggingFaceTensor], dtype: str) -> tuple[bytes, dict[str, tuple[int, int]], int]:
     """The beginning of a file; each tensor's first byte after it, and the one after its last; the end of the file."""
     at, header, places = 0, {"__metadata__": {"format": "pt"}}, {}
     for tensor in tensors:

@@ -7,7 +7,7 @@ theirs have one tensor of (head, d) for each, or, in GPT-2, one of (q/k/v, head,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from typing import Literal
@@ -73,7 +73,7 @@ class HuggingFaceTensor:
 
 def huggingface_tensors(spec: JobSpec) -> list[HuggingFaceTensor]:
     """All tensors of the job's model with the names of transformers, in the model's order. The model must exist there
-    (`config_export.huggingface_config` says whether it does)."""
+    (`config.huggingface_config` says whether it does)."""
     model, vocabulary, h = spec.model, spec.vocabulary_size, spec.model.hidden_size
     is_gpt2 = model.family == "gpt"
     groups, them = (_GPT2, "transformer.h") if is_gpt2 else (_LLAMA, "model.layers")
@@ -141,6 +141,19 @@ def _of_layer(model: ModelConfig, layer: int, groups: _Groups, them: str, is_gpt
                 )
             elif weight.has_bias or is_gpt2:
                 yield HuggingFaceTensor(f"{them}{name}.bias", (rows,), pieces if weight.has_bias else ())
+
+
+Uses = dict[str, list[tuple[HuggingFaceTensor, Piece]]]
+"""By our names, what each is converted into, or from."""
+
+
+def uses_of(tensors: Iterable[HuggingFaceTensor]) -> Uses:
+    """The pieces of these tensors, by the names of ours that they are of."""
+    uses: Uses = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            uses.setdefault(piece.ours, []).append((tensor, piece))
+    return uses
 
 
 def unchanged(theirs: str, ours: str, *shape: int) -> HuggingFaceTensor:

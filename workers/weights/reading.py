@@ -17,7 +17,7 @@ from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.parallel.tensor.shards import NamedShard
 from manta.workers.weights.folder import FileTensor, tensors_of
-from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors
+from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors, uses_of
 
 BLOCK_BYTES = 64 * 2**20
 """The most that is read of a tensor at a time, unless a row is larger."""
@@ -31,11 +31,7 @@ class Weights:
         model needs."""
         self._at = tensors_of(spec)
         self._moved = moved
-        self._parts: dict[str, list[tuple[HuggingFaceTensor, Piece]]] = {}
-        """By our names."""
-        for tensor in huggingface_tensors(spec):
-            for piece in tensor.pieces:
-                self._parts.setdefault(piece.ours, []).append((tensor, piece))
+        self._parts = uses_of(huggingface_tensors(spec))
 
     def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
         """Put the part of a parameter that the rank holds into `local`, of its shape. Raises WeightsError."""

@@ -20,7 +20,7 @@ from manta.workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order,
 from manta.workers.errors import CheckpointError, WeightsError
 from manta.workers.storage.locations import Location
 from manta.workers.weights.folder import NewFiles
-from manta.workers.weights.mapping import HuggingFaceTensor, Piece
+from manta.workers.weights.mapping import HuggingFaceTensor, Piece, uses_of
 
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
@@ -52,10 +52,6 @@ class Source:
         return self.contents.tensors[f"model.{name}"]
 
 
-Uses = dict[str, list[tuple[HuggingFaceTensor, Piece]]]
-"""By our names, what each is converted into."""
-
-
 def write_tensors(
     source: Source, tensors: Sequence[HuggingFaceTensor], dtype: str, files: NewFiles, processors: int
 ) -> None:
@@ -63,10 +59,7 @@ def write_tensors(
 
     `processors`: how many there are. Raises CheckpointError, WeightsError, OSError.
     """
-    uses: Uses = {}
-    for tensor in tensors:
-        for piece in tensor.pieces:
-            uses.setdefault(piece.ours, []).append((tensor, piece))
+    uses = uses_of(tensors)
     for name, parts in uses.items():
         _check(source, name, parts)
     stored = {name: source.stored(name) for name in uses}
@@ -212,7 +205,6 @@ def _cast(values: numpy.ndarray, dtype: str, into: numpy.ndarray, to: str, room:
 
 
 def _single(values: numpy.ndarray, dtype: str) -> numpy.ndarray:
-    """As float32."""
     if dtype == "bfloat16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     return values.astype(numpy.float32, copy=False)

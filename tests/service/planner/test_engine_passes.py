@@ -18,7 +18,7 @@ from manta.service.planner.hardware import MACHINES, Cluster, Gpu, measured
 from manta.service.planner.layer_time import LayerTime
 from manta.service.planner.software import MANTA_ON_MEASURED_GPU, engine_on
 from manta.service.planner.step_time import StepModel
-from manta.workers.calibration.steps import OneRank, document_of
+from manta.workers.calibration.device import OneRank, document_of
 from manta.workers.config import JobSpec
 from tests.service.support.planned import job
 

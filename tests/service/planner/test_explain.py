@@ -16,7 +16,6 @@ from manta.service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of
 from manta.service.planner.long_run import NeverFinishes
 from manta.service.planner.memory import fits, usable_bytes
 from manta.service.planner.pictures import picture
-from manta.service.planner.pipeline import WEIGHT
 from manta.service.planner.request import together
 from manta.service.planner.search import evaluate, plan_of
 from manta.service.planner.software import engine_on
@@ -87,7 +86,7 @@ def test_explained_timeline_has_every_pass_in_order(parallel, cluster):
     assert {(bar.stage, bar.micro_batch) for bar in bars} == {
         (stage, number) for stage in range(layout.pipeline * layout.virtual_stages) for number in range(m)
     }
-    whole = sum(1 for bar in bars if bar.kind != WEIGHT)
+    whole = sum(1 for bar in bars if bar.kind != "backward_weight")
     assert whole == 2 * layout.pipeline * layout.virtual_stages * m
     assert len(bars) <= kinds * layout.pipeline * layout.virtual_stages * m
     for rank in range(layout.pipeline):
@@ -137,21 +136,6 @@ def test_suggested_change_names_everything_it_changes(layout, counts):
     assert (
         "data: 4" in dropped and ("schedule: zb-v" in dropped) and ("schedule: gpipe" in dropped) == (len(counts) > 2)
     )
-
-
-@pytest.mark.parametrize(
-    ("counts", "lists"),
-    [
-        ((5, 9), {"null", "[4, 10]", "[6, 8]"}),
-        ((4, 3, 3, 4), {"null", "[3, 4, 3, 4]", "[5, 3, 3, 3]", "[4, 4, 3, 3]", "[3, 3, 3, 5]"}),
-        (None, {"[2, 4, 4, 4]", "[4, 3, 4, 3]", "[4, 4, 4, 2]", "[3, 3, 4, 4]"}),
-        ((1, 13), {"null", "[2, 12]"}),
-    ],
-)
-def test_suggested_stage_layers_move_one_layer_between_an_end_and_the_extreme_stages(counts, lists):
-    spec = job({"pipeline": len(counts or range(4)), "stage_layers": counts})
-    changes = (each.change.partition("stage_layers: ") for each in what_ifs(spec, CLUSTERS["a100"]))
-    assert {value for others, name, value in changes if name and not others} == lists
 
 
 def test_suggested_micro_batch_never_exceeds_the_share_of_a_replica():
@@ -260,11 +244,6 @@ def test_explained_memory_of_unplaced_stages_is_that_of_the_smallest_device():
     assert max(each.total for each in explanation.memory) == plan.memory.total
 
 
-def test_suggested_changes_include_none_without_effect():
-    changes = [{each.change for each in what_ifs(job({"data": size}), CLUSTERS["a100"])} for size in (1, 2)]
-    assert "zero: 0" not in changes[0] and "zero: 0" in changes[1]
-
-
 def test_suggested_layer_moves_go_to_and_from_each_end_once():
     lists = {
         (): [[2, 4, 4, 4], [4, 3, 4, 3], [4, 4, 4, 2], [3, 3, 4, 4]],
@@ -282,6 +261,7 @@ def test_suggested_stage_counts_drop_stage_layers_and_zero_is_toggled():
     assert {"tensor: 2, pipeline: 2, stage_layers: null", "schedule: zb-h1, virtual_stages: 1"} <= changes
     changes = {each.change for each in what_ifs(job({"data": 2, "zero": 0}), CLUSTERS["a100"])}
     assert "zero: 1" in changes and "zero: 0" not in changes
+    assert not [each.change for each in what_ifs(job({}), CLUSTERS["a100"]) if each.change.startswith("zero")]
 
 
 def test_suggested_changes_keep_the_number_of_placed_stages():

@@ -1,40 +1,35 @@
-"""Jobs that are told to fit do, and those that are refused would not, by what the engine itself makes: whole steps of
-ranks on tensors without memory."""
+"""Jobs take what is planned of their memory, by what the engine itself makes: whole steps of ranks on tensors without
+memory."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from fake_rank import FakeRank, host_memory_apart, pretended_gpu
 
-from manta.service.planner.hardware import Cluster
-from manta.service.planner.memory import fits, memory_of, worst_rank
+from manta.service.planner.memory import RESERVE, memory_of, worst_rank
 from manta.workers.config import JobSpec
 from manta.workers.spec.rules import find_problems
-from tests.service.support.planned import a100s, job
+from tests.service.support.planned import job
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 4}, {"family": "qwen", "kv_heads": 4, "head_dim": 64})
 CHUNKS = {"interleaved": 2, "zb-v": 2}
 MODULES = ("norm", "mlp_activation", "core_attention")
 
 
-def drawn(seed: int) -> tuple[JobSpec, Cluster]:
-    """A job, and a cluster whose devices have about as much memory as it is told to take."""
+def drawn(seed: int) -> JobSpec:
+    """A job of any family, schedule, layout and recomputation."""
     draw = random.Random(seed)
     while find_problems(spec := _job(draw)):
         pass
-    cluster = a100s(-(-spec.layout.world_size // 8))
-    memory = worst_rank(spec).total * draw.uniform(0.85, 1.25)
-    device = replace(cluster.machine.accelerator, memory_bytes=memory)
-    return spec, replace(cluster, machine=replace(cluster.machine, accelerator=device))
+    return spec
 
 
 def saving(seed: int) -> JobSpec:
     """A job that makes few logits at once, or has activations or the optimizer's state in host memory."""
-    spec, draw = drawn(seed)[0], random.Random(seed)
+    spec, draw = drawn(seed), random.Random(seed)
     few: dict[str, Any] = {"head_tokens": draw.choice((0, 100, 512))}
     layers = draw.choice((0, 1, 2, 9)) if few["head_tokens"] else draw.choice((1, 2, 9))
     few["optimizer"] = spec.train.optimizer.model_copy(update={"offload": draw.random() < 0.4})
@@ -88,42 +83,11 @@ def made_bytes(spec: JobSpec, stage: int) -> int:
         return FakeRank(spec, stage * spec.layout.tensor).step()["Total"]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Of one draw."""
-
-    planned: float
-    made: int
-    fits: bool
-    memory: float
-    """Of a device."""
-
-    @property
-    def breaks(self) -> bool:
-        """It was planned to fit and does not."""
-        return self.fits and self.made > self.memory
-
-    @property
-    def is_wrong(self) -> bool:
-        """It was refused and would fit, with 5% to spare."""
-        return not self.fits and self.made <= 0.95 * self.memory
-
-
-def verdict(seed: int, all_stages: bool) -> Verdict:
-    """Of one draw, by the stage that is planned to take most, or the most of that one, both ends and the one behind the
-    first."""
-    spec, cluster = drawn(seed)
-    fit, last = fits(spec, cluster), spec.layout.pipeline - 1
-    stages = {fit.memory.rank} | ({0, min(1, last), last} if all_stages else set())
-    made = max(made_bytes(spec, stage) for stage in stages)
-    return Verdict(fit.memory.total, made, fit.fits, cluster.machine.accelerator.memory_bytes)
-
-
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 7])  # all families and schedules
 def test_planned_memory_of_drawn_jobs_matches_the_engine(seed):
-    answer = verdict(seed, all_stages=False)
-    assert answer.planned == pytest.approx(answer.made, rel=0.02)
-    assert not answer.breaks and not answer.is_wrong
+    """Of the rank that is planned to take most."""
+    memory = worst_rank(drawn(seed))
+    assert memory.total == pytest.approx(made_bytes(drawn(seed), memory.rank), rel=0.02)
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.soak)], ids=str)
@@ -138,10 +102,11 @@ def test_planned_memory_of_memory_saving_jobs_matches_the_engine(seeds):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_planned_memory_of_500_jobs_matches_the_engine(first):
-    answers = [verdict(seed, all_stages=True) for seed in range(first, first + 50)]
-    assert [seed for seed, each in enumerate(answers, first) if each.breaks] == []
-    refused = [each for each in answers if not each.fits]
-    assert sum(each.is_wrong for each in refused) <= 0.02 * len(refused)
-    ratios = [each.planned / each.made for each in answers]
-    assert [each for each in ratios if not 0.96 < each < 1.04] == []
-    print(f"{first}: planned {min(ratios):.3f} to {max(ratios):.3f} of made, {len(refused)} of {len(answers)} refused")
+    """Of the rank that is planned to take most, of both ends and of the one behind the first: within the reserve that a
+    device keeps free."""
+    ratios = {}
+    for spec in map(drawn, range(first, first + 50)):
+        worst, last = worst_rank(spec), spec.layout.pipeline - 1
+        stages = {worst.rank, 0, min(1, last), last}
+        ratios[worst.total / max(made_bytes(spec, stage) for stage in stages)] = spec
+    assert [spec for ratio, spec in ratios.items() if not 1 - RESERVE < ratio < 1 + RESERVE] == []

@@ -60,27 +60,27 @@ def test_mixed_search_over_one_kind_equals_the_plain_search():
     assert best_layouts(BASE, alone) == search(BASE, alone)
 
 
-@pytest.mark.parametrize("stages", [4, 2])
+@pytest.mark.parametrize(
+    ("stages", "frozen", "layers"),
+    [
+        (4, (), None),
+        (2, (), None),
+        (4, ("embedding",), (5, 3, 2, 2)),
+        (4, ("embedding", "layers.0-4"), (5, 3, 2, 2)),
+        (4, ("embedding", "layers.0-4"), (2, 2, 3, 5)),
+    ],
+)
 @pytest.mark.parametrize("was_measured", [False, True])
-def test_step_over_two_groups_of_equal_nodes_equals_one_cluster_of_them(stages, was_measured):
+def test_step_over_two_groups_of_equal_nodes_equals_one_cluster_of_them(stages, frozen, layers, was_measured):
     machine = measured(machine_of("h100-80gb"), GPU) if was_measured else machine_of("h100-80gb")
     twins = together([Cluster(machine, stages // 2, 2, name) for name in ("one", "two")])
-    one = placed(BASE, pipeline=stages, tensor=2, data=1)
+    base = BASE.model_copy(update={"train": BASE.train.model_copy(update={"frozen": frozen})})
+    one = placed(base, pipeline=stages, tensor=2, data=1, stage_layers=layers)
     same = step_model(one, Cluster(machine, stages, 2))
     over = step_model(placed(one, stage_accelerators=("one",) * (stages // 2) + ("two",) * (stages // 2)), twins)
     assert isinstance(over, MixedStepModel)
     assert over.time() == same.time()
     assert beside_steps(over, over.time()) == beside_steps(same, same.time())
-
-
-@pytest.mark.parametrize("frozen", [("embedding",), ("embedding", "layers.0-4")], ids=str)
-@pytest.mark.parametrize("layers", [(5, 3, 2, 2), (2, 2, 3, 5)], ids=str)
-def test_frozen_step_over_two_groups_of_equal_nodes_equals_one_cluster_of_them(frozen, layers):
-    spec = BASE.model_copy(update={"train": BASE.train.model_copy(update={"frozen": frozen})})
-    one = placed(spec, pipeline=4, tensor=2, data=1, stage_layers=layers)
-    twins = together([Cluster(machine_of("a100-80gb"), 2, 2, name) for name in ("one", "two")])
-    over = step_model(placed(one, stage_accelerators=("one", "one", "two", "two")), twins)
-    assert over.time() == step_model(one, Cluster(machine_of("a100-80gb"), 4, 2)).time()
 
 
 def test_every_stage_takes_the_time_of_its_own_nodes():

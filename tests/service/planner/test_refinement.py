@@ -228,14 +228,6 @@ def test_refinement_leaves_measured_constants_unchanged():
     assert after.constants.product == OF_MEASURED.machine.constants.product
 
 
-def test_refinement_ignores_jobs_planned_before_a_calibration():
-    seen = [observed(SPEC, OF_CORES, slower(OF_CORES, product_fp32=0.5), f"job_{i}") for i in range(9)]
-    other = CpuNode(4, 2.0**36, replace(ASSUMED_CORE, memory=3e10)).machine(4)
-    assert refined(other, seen) is other
-    seen = seen_on(3, random.Random(1))
-    assert refined(OF_MEASURED.machine, seen) is OF_MEASURED.machine
-
-
 def test_refinement_leaves_measured_link_bandwidth_unchanged():
     linked = replace(OF_MEASURED, machine=measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6)))
     assert set(movable(linked.machine)) == {*BETWEEN_GPUS} - {"inside"}
@@ -255,6 +247,9 @@ def test_refinement_ignores_jobs_from_before_a_second_calibration(again):
     assert refined(other, seen) is other
     linked = measured(MACHINES["h100-80gb"], GPU, Links(3.6e11, 3e-6))
     assert refined(linked, seen) is linked
+    seen = [observed(SPEC, OF_CORES, slower(OF_CORES, product_fp32=0.5), f"job_{i}") for i in range(9)]
+    other = CpuNode(4, 2.0**36, replace(ASSUMED_CORE, memory=3e10)).machine(4)
+    assert refined(other, seen) is other
 
 
 def test_refinement_derives_bandwidth_from_large_and_latency_from_small_messages():

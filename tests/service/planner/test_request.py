@@ -287,19 +287,6 @@ def test_plan_request_checks_a_described_cluster_against_the_jobs_accelerator(wa
     assert read(cluster=described, resources={"accelerator": "auto"})
 
 
-def test_plan_for_unequal_nodes_places_each_stage():
-    groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 2}]
-    model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
-    wanted = read(cluster={"groups": groups}, model=model, explain=True)
-    answer = to_json(wanted, wanted.answer())
-    best, explained = answer["plans"][0], answer["explanation"]
-    stages = best["parallel"]["pipeline"]
-    assert set(best["parallel"]["stage_accelerators"]) == {"H100", "A100"}
-    assert len(explained["usable_by_stage"]) == len(explained["memory_by_stage"]) == stages
-    assert sum(share["seconds"] for share in explained["shares"]) == pytest.approx(best["step_seconds"])
-    json.dumps(answer, allow_nan=False)
-
-
 def test_plan_that_fits_nowhere_names_a_cluster_that_would_do():
     huge = {"layers": 128, "hidden_size": 25600, "heads": 160, "sequence_length": 2048, "vocabulary_size": 51200}
     wanted = read(model=huge, train={"global_batch_size": 512})
@@ -339,13 +326,19 @@ def test_plan_is_requested_for_a_job_only_by_parallel_auto():
         bounds_in({"elastic": {"min_data": 0}})
 
 
-def test_plan_for_unequal_nodes_answers_for_all_of_them():
+def test_plan_for_unequal_nodes_places_each_stage_and_answers_for_all_of_them():
     groups = [{"accelerator": "h100", "nodes": 1, "gpus_per_node": 2}, {"accelerator": "a100", "gpus_per_node": 4}]
     model = DOCUMENT["model"] | {"hidden_size": 4096, "heads": 32, "sequence_length": 2048}
     train = DOCUMENT["train"] | {"validate_every": 10}
     data = {"source": "megatron", "paths": ["corpus.bin"], "validation_fraction": 0.1}
-    wanted = read(cluster={"groups": groups}, model=model, train=train, data=data, sizes=True)
+    wanted = read(cluster={"groups": groups}, model=model, train=train, data=data, sizes=True, explain=True)
     answer = to_json(wanted, wanted.answer())
+    first, explained = answer["plans"][0], answer["explanation"]
+    stages = first["parallel"]["pipeline"]
+    assert set(first["parallel"]["stage_accelerators"]) == {"H100", "A100"}
+    assert len(explained["usable_by_stage"]) == len(explained["memory_by_stage"]) == stages
+    assert sum(share["seconds"] for share in explained["shares"]) == pytest.approx(first["step_seconds"])
+    json.dumps(answer, allow_nan=False)
     best = wanted.answer().plans[0]
     assert [row["nodes"] for row in answer["sizes"]] == [{"H100": 1, "A100": 1}, {"A100": 1}, {"H100": 1}]
     beside = beside_steps(step_model(best.spec, wanted.cluster), best.time)
@@ -358,11 +351,9 @@ def test_plan_for_unequal_nodes_answers_for_all_of_them():
         cluster={"groups": groups}, model=model, parallel={"tensor": 1, "data": 4}, elastic={"min_data": 1}, sizes=True
     )
     rows = to_json(fixed, fixed.answer())["sizes"] or []
-    assert [row["fits"] for row in rows] == [fits(plan.plan.spec, fixed.cluster).fits for plan in elastic_plans(fixed)]
-
-
-def elastic_plans(wanted):
-    return elastic_sizes(wanted.job, wanted.cluster)
+    assert [row["fits"] for row in rows] == [
+        fits(plan.plan.spec, fixed.cluster).fits for plan in elastic_sizes(fixed.job, fixed.cluster)
+    ]
 
 
 def test_plan_request_treats_null_groups_as_absent():

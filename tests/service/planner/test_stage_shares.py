@@ -52,37 +52,6 @@ def test_shared_out_layers_minimize_the_load_of_the_busiest_rank(kind, pipeline,
         assert busiest(counts, chunks, costs) <= min(busiest(each, chunks, costs) for each in lists) * (1 + 1e-9)
 
 
-def one_by_one(layers, chunks, costs, room):
-    """The same, layer by layer."""
-    counts = [1] * len(costs)
-    for _ in range(layers - len(costs)):
-        after = []
-        for rank, own in enumerate(chunks):
-            if sum(counts[index] for index in own) < room[rank]:
-                seconds = seconds_of(own, counts, costs)
-                at = seconds.index(min(seconds))
-                index = own[at]
-                more = (counts[index] + 1) * costs[index][0] + costs[index][1]
-                after.append((sum(seconds) - seconds[at] + more, rank, index))
-        if not after:
-            return None
-        counts[min(after)[2]] += 1
-    return tuple(counts)
-
-
-@given(st.data())
-def test_ranks_that_are_alike_take_layers_in_turn(data):
-    kind, pipeline = data.draw(st.sampled_from(list(KINDS))), data.draw(st.integers(2, 7))
-    count, drawn = pipeline * KINDS[kind], st.sampled_from([1.0, 1.5, 2.0])
-    machines, border = (data.draw(drawn), data.draw(drawn)), data.draw(st.integers(0, pipeline))
-    costs = [(machines[chunk_location(kind, pipeline, KINDS[kind], index)[0] < border], 0.0) for index in range(count)]
-    for end in (0, -1):
-        costs[end] = costs[end][0], data.draw(st.sampled_from([0.0, 1.0, 1.7, 6.0]))
-    layers, chunks = count + data.draw(st.integers(0, 25)), chunks_of(kind, pipeline, KINDS[kind])
-    room = data.draw(st.lists(st.integers(KINDS[kind], 12), min_size=pipeline, max_size=pipeline))
-    assert shared_out(layers, chunks, costs, room) == one_by_one(layers, chunks, costs, room)
-
-
 def test_stage_chunks_match_the_placement_of_the_engine():
     for kind, virtual_stages in KINDS.items():
         for rank, own in enumerate(chunks_of(kind, 3, virtual_stages)):

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from manta.service.planner.budget import step_shares
-from manta.service.planner.hardware import HOST_COPY, Cluster, Gpu, Machine, cpu_machine, machine_of, measured
+from manta.service.planner.explain import explain
+from manta.service.planner.hardware import (
+    ASSUMED_CORE,
+    HOST_COPY,
+    MACHINES,
+    Cluster,
+    Core,
+    CpuNode,
+    Gpu,
+    Machine,
+    cpu_machine,
+    machine_of,
+    measured,
+    with_threads,
+)
 from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.search import search
 from manta.service.planner.software import (
     MANTA,
+    MANTA_ON_CPU,
     MEGATRON_2021,
     MEGATRON_2021_SCATTER,
     MEGATRON_2022,
     Software,
     engine_on,
 )
-from manta.service.planner.step_time import StepModel, StepTime
-from manta.workers.accounting.flops import rank_parameters, step_flops
-from manta.workers.config import JobSpec
+from manta.service.planner.step_time import StepModel, StepTime, threads_in
+from manta.workers.accounting.flops import core_attention_forward, rank_parameters, step_flops
+from manta.workers.config import ElasticConfig, JobSpec, ResourcesConfig
+from manta.workers.spec.parameters import first_trained_layer
+from tests.service.planner.test_engine_passes import GPU
 from tests.service.support.planned import a100s, job
 
 
@@ -244,3 +263,135 @@ def test_planned_first_and_last_stage_take_longer_than_those_between():
     times = StepModel(job(pipeline=4), a100s()).pipeline().times
     assert times[1] == times[2]
     assert times[0].forward > times[1].forward and times[3].forward > times[1].forward
+
+
+def cores(count, slots=8):
+    return Cluster(CpuNode(count, 2.0**36).machine(slots), 1, slots)
+
+
+def seconds(spec, cluster):
+    return StepModel(spec, cluster, engine_on(cluster.machine)).time().seconds
+
+
+def small(threads="auto", elastic=None, **layout):
+    spec = job(2, 256, 4, model={"sequence_length": 128}, train={"global_batch_size": 8, "precision": "fp32"}, **layout)
+    more = {"resources": ResourcesConfig(threads=threads), "elastic": ElasticConfig(**(elastic or {}))}
+    return spec.model_copy(update=more)
+
+
+def test_planned_threads_per_rank_share_the_cores():
+    assert [threads_in(small(data=data), cores(8)) for data in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert threads_in(small(data=2, elastic={"max_data": 4}), cores(8)) == 2
+    assert threads_in(small(threads=3), cores(8)) == 3
+    assert threads_in(small(), a100s()) == 1
+    assert threads_in(small(data=8), cores(8, slots=4)) == 2
+
+
+def test_threads_make_a_step_faster_and_never_by_more_than_their_number():
+    one, two, eight = (seconds(small(threads=count), cores(8)) for count in (1, 2, 8))
+    assert one / 2 < two < one
+    assert one / 8 < eight < two
+
+
+def test_planned_step_on_tiny_tensors_is_slower_with_8_threads_than_with_one():
+    tiny = job(1, 32, 2, model={"sequence_length": 8, "vocabulary_size": 64}, train={"global_batch_size": 1})
+    one, eight = (
+        seconds(tiny.model_copy(update={"resources": ResourcesConfig(threads=count)}), cores(8)) for count in (1, 8)
+    )
+    assert eight > one
+
+
+def test_threads_beyond_the_cores_do_not_speed_up_a_step():
+    assert seconds(small(threads=4), cores(2)) > 0.99 * seconds(small(threads=2), cores(2))
+
+
+def test_search_times_each_layout_with_its_own_number_of_threads():
+    spec = small().model_copy(update={"parallel": "auto"})
+    for plan in search(spec, cores(4), engine_on(cores(4).machine), limit=3).plans:
+        assert plan.time.seconds == pytest.approx(seconds(plan.spec, cores(4)))
+
+
+def test_planned_threads_leave_gpu_clusters_unchanged():
+    assert with_threads(a100s(), 4) == a100s()
+    cluster = cores(4)
+    assert with_threads(cluster, 1) == cluster
+    assert with_threads(cluster, 2).machine.core == ASSUMED_CORE
+
+
+COUNTER = Core(1.0, 1.0, 0.0, math.inf, 0.0, math.inf, 0.0, 1.0)
+"""A core on which a FLOP takes a second, and nothing else takes any time."""
+LOWER = ("embedding", "layers.0-4")
+PARTS = [LOWER, ("*.mlp",), ("embedding", "layers.0-5", "*.attention"), ("output",), ("layers.0-7", "embedding")]
+LLAMA = {"family": "llama", "kv_heads": 4, "tie_embeddings": False}
+GPT = {"dropout": 0.0, "tie_embeddings": False}
+
+
+def frozen(patterns: tuple[str, ...], model: dict | None = None, **layout) -> JobSpec:
+    """A job of eight layers."""
+    return job(model=GPT | (model or {}), train={"frozen": patterns, "global_batch_size": 16}, **layout)
+
+
+def reached(spec: JobSpec) -> int:
+    """Layers that have a backward."""
+    return spec.model.layers - max(0, first_trained_layer(spec.model, spec.train.frozen))
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("patterns", [(), *PARTS], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"pipeline": 4}, {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}], ids=str
+)
+def test_planned_products_of_frozen_jobs_match_their_flops(patterns, model, layout):
+    """Torch's own count of the engine's steps is what these FLOPs are held against."""
+    spec = frozen(patterns, model, **layout)
+    model_of_step = StepModel(spec, Cluster(cpu_machine(8, 1, 1e12, COUNTER), 1, 8), MANTA_ON_CPU)
+    stages = range(spec.layout.pipeline * spec.layout.virtual_stages)
+    passes = [each for index in stages for each in model_of_step.budgets_of(index)]
+    batch, core = spec.train.global_batch_size, core_attention_forward(spec.model)
+    attention = batch * (spec.model.layers + 2 * reached(spec)) * core
+    products = spec.micro_batches * sum(each.products for each in passes)
+    assert products == pytest.approx(step_flops(spec).hardware_full - attention, rel=1e-9)
+    # A fused backward makes the scores again, which FLOPs leave out.
+    kernels = batch * (spec.model.layers + 2.5 * reached(spec)) * core
+    assert spec.micro_batches * sum(each.attention for each in passes) == pytest.approx(kernels, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "cluster", [a100s(), Cluster(measured(MACHINES["h100-80gb"], GPU), 1, 8)], ids=["a100", "h100"]
+)
+def test_frozen_parameters_are_neither_reduced_nor_updated(cluster):
+    whole, part = (StepModel(frozen(each, data=8), cluster) for each in ((), LOWER))
+    slow, quick = whole.time(), part.time()
+    assert part.parameters < 0.5 * whole.parameters
+    assert quick.optimizer < 0.7 * slow.optimizer
+    assert quick.pipeline < 0.8 * slow.pipeline
+    assert quick.work > 1.01 * slow.work / 3, "its forwards are all there"
+
+
+def test_frozen_embedding_has_no_planned_backward():
+    """The layers above it have one all the same."""
+    trained, part = (StepModel(frozen(each, pipeline=2), a100s()) for each in (("output",), ("output", "embedding")))
+    backward, without = (model.budgets_of(0)[1] for model in (trained, part))
+    assert without.elementwise > 0.0 and part.passes.parts.first_backward.device_seconds > 0.0
+    assert without.plus(part.passes.parts.first_backward).device_seconds == pytest.approx(backward.device_seconds)
+
+
+def test_frozen_tied_embedding_is_not_summed_over_stages():
+    tied = {"tie_embeddings": True}
+    whole, part = (StepModel(frozen(each, tied, pipeline=4), a100s()) for each in ((), ("embedding",)))
+    assert whole.tied_seconds() > 0.0 == part.tied_seconds()
+
+
+def test_recompute_every_second_layer_skips_layers_without_a_backward():
+    spec = frozen(LOWER, recompute="full", recompute_every=2)
+    again = StepModel(spec, a100s()).layer.backward_input().recomputation
+    every = StepModel(frozen(LOWER, recompute="full"), a100s()).layer.backward_input().recomputation
+    assert again == pytest.approx(every / 3), "layer 6 of 5, 6 and 7"
+
+
+def test_search_and_explanation_account_for_frozen_layers():
+    plan = search(frozen(LOWER), a100s()).plans[0]
+    assert plan.spec.layout.recompute == "none", "there is room for all"
+    assert plan.time.seconds < 0.8 * search(frozen(()), a100s()).plans[0].time.seconds
+    parts = explain(plan, a100s()).shares
+    assert sum(each.seconds for each in parts) == pytest.approx(plan.time.seconds)

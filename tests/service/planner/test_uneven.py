@@ -7,16 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from manta.service.planner import uneven
 from manta.service.planner.bounds import Bounds
 from manta.service.planner.candidates import Candidate
 from manta.service.planner.explain import explain
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.memory import fits, layers_with_room, memory_of, usable_bytes, worst_rank
-from manta.service.planner.search import evaluate, fastest, search
+from manta.service.planner.search import evaluate, fastest, fitted, refined, search
 from manta.service.planner.software import MANTA
 from manta.service.planner.step_time import StepModel
-from manta.service.planner.uneven import fitted, refined
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import layer_counts
 from tests.service.support.planned import a100s, job
@@ -129,17 +127,6 @@ def test_plan_with_uneven_stages_reports_the_effect_of_moving_layers():
     assert moved and all(each.seconds > chosen.time.seconds * 0.999 for each in moved), "nothing nearby is faster"
 
 
-def test_plan_of_imbalanced_ranks_names_the_one_others_wait_for():
-    spec = large_vocabulary(pipeline=4)
-    (plan,) = evaluate(spec, a100s(1, 4)).plans
-    bubble = next(each for each in explain(plan, a100s(1, 4)).shares if each.name == "bubble")
-    assert "of which rank 3 has " in bubble.what and "parallel.stage_layers" in bubble.help
-    (alike,) = evaluate(job(8, pipeline=4), a100s(1, 4)).plans
-    bubble = next(each for each in explain(alike, a100s(1, 4)).shares if each.name == "bubble")
-    assert layer_counts(8, alike.spec.layout) == (2,) * 4
-    assert ("stage_layers" in bubble.help) == ("of which rank" in bubble.what)
-
-
 class Distance:
     """Bounds of steps that take as many seconds as layers are not where they are in the `best` list, and one more."""
 
@@ -164,7 +151,9 @@ class Distance:
 )
 def test_uneven_layers_move_to_the_fastest_list_that_has_room(best, monkeypatch):
     memory, asked = SimpleNamespace(total=1.0), []
-    monkeypatch.setattr(uneven, "worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory)
+    monkeypatch.setattr(
+        "manta.service.planner.search.worst_rank", lambda spec, _: asked.append(spec.layout.stage_layers) or memory
+    )
     bounds = Distance(best)
     even = Candidate(len(best), 1, 1, 1, "1f1b", 1, "none")
     moved = refined(even, bounds.min_seconds(even), bounds, 1.0)
@@ -186,20 +175,9 @@ def test_uneven_lists_that_seem_to_fit_are_tried_a_few_times(monkeypatch):
     bounds.min_seconds_uneven, bounds.room = (lambda _: 0.0), (lambda *_: (5, 6))
     bounds.shared_out = lambda _, room: asked.append(tuple(room)) or next(lists)
     bounds.layers_of_rank = lambda candidate, rank: candidate.stage_layers[rank]
-    monkeypatch.setattr(uneven, "worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
+    monkeypatch.setattr("manta.service.planner.search.worst_rank", lambda *_: SimpleNamespace(total=2.0, rank=0))
     assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.2, bounds, 1.0) is None
     assert asked == [(5, 6), (2, 6), (1, 6)]
-
-
-def test_uneven_room_one_layer_short_is_tried_with_one_more():
-    asked = []
-    model, cluster = SimpleNamespace(layers=4), SimpleNamespace(machine=None)
-    bounds = SimpleNamespace(
-        job=SimpleNamespace(model=model),
-        cluster=cluster,
-        min_seconds_uneven=lambda _: 0.0,
-        room=lambda *_: (1, 2),
-        shared_out=lambda _, room: asked.append(room),
-    )
-    assert fitted(SimpleNamespace(pipeline=2), 1.0, bounds, 1.0) is None
-    assert asked == [[2, 3]]
+    bounds.room, bounds.shared_out = (lambda *_: (1, 2)), (lambda _, room: asked.append(tuple(room)))
+    assert fitted(Candidate(2, 1, 1, 1, "1f1b", 1, "none"), 1.0, bounds, 1.0) is None
+    assert asked[3:] == [(2, 3)], "one layer more than there seems to be room for"

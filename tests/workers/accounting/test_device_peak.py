@@ -9,8 +9,9 @@ import torch
 from engine_specs import spec
 
 from manta.workers.accounting import device_peak
-from manta.workers.accounting.device_peak import Peak, measure_peak_flops, peak_of_rank
+from manta.workers.accounting.device_peak import measure_peak_flops, peak_of_rank
 from manta.workers.accounting.device_table import DEVICE_PEAKS, known_peak, peak_of_stages
+from manta.workers.protocol.messages import PeakRate
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_peak_flops_of_a_cpu_are_measured():
 
 def test_the_peak_of_a_rank_is_that_of_its_threads_at_the_jobs_precision(monkeypatch):
     rates = {"fp32": 1e9, "bf16": 4e9}
-    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda _, precision: Peak(rates[precision], "measured"))
+    monkeypatch.setattr(device_peak, "measure_peak_flops", lambda _, precision: PeakRate(rates[precision], "measured"))
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     job = spec(resources={"threads": 3})
     assert (peak_of_rank(cpu, job), peak_of_rank(cuda, job)) == (3e9, 1e9)
@@ -77,10 +78,10 @@ def test_device_peak_is_measured_only_for_unlisted_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device])
     monkeypatch.setattr(device_peak, "_best_product_rate", lambda *arguments: measured.append(arguments) or 5e12)
     names, measured = {"cuda:1": "NVIDIA H100 80GB HBM3", "cuda": "Riva 128"}, []
-    assert measure_peak_flops("cuda:1") == Peak(989.4e12, "table")
-    assert measure_peak_flops("cuda:1", "fp32") == Peak(66.9e12, "table")
+    assert measure_peak_flops("cuda:1") == PeakRate(989.4e12, "table")
+    assert measure_peak_flops("cuda:1", "fp32") == PeakRate(66.9e12, "table")
     assert not measured
-    assert measure_peak_flops("cuda") == Peak(5e12, "measured")
+    assert measure_peak_flops("cuda") == PeakRate(5e12, "measured")
     measure_peak_flops("cuda", "fp32")
     measure_peak_flops("cpu")
     assert measured == [
@@ -97,7 +98,7 @@ def test_device_peak_is_measured_only_for_unlisted_gpus(monkeypatch):
 def test_peak_flops_are_measured_for_the_requested_device_and_precision(monkeypatch, argument, asked):
     calls = []
     monkeypatch.setattr(
-        device_peak, "measure_peak_flops", lambda *arguments: calls.append(arguments) or Peak(1.0, "table")
+        device_peak, "measure_peak_flops", lambda *arguments: calls.append(arguments) or PeakRate(1.0, "table")
     )
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -14,9 +14,9 @@ from manta.service.planner.hardware import MACHINES
 from manta.workers.calibration import __main__ as program
 from manta.workers.calibration import collectives as module
 from manta.workers.calibration.collectives import between_gpus, gpu_devices, of_all
+from manta.workers.calibration.device import layout_document
 from manta.workers.calibration.local_ranks import LocalRanks, RankDevice, RanksFailed, end_with_reader
 from manta.workers.calibration.measurements import CollectiveTime, Measurements
-from manta.workers.calibration.steps import layout_document
 from manta.workers.errors import MantaError
 
 ON_GLOO = RankDevice(backend="process_groups")

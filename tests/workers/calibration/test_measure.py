@@ -12,7 +12,7 @@ import torch
 from manta.service.planner.fitting import fit_gpu
 from manta.service.planner.hardware import MACHINES
 from manta.workers.calibration import __main__ as program
-from manta.workers.calibration import clock, collectives, device, steps
+from manta.workers.calibration import clock, collectives, device
 from manta.workers.calibration.__main__ import _with_disturbances, busy_ranks
 from manta.workers.calibration.clock import median_seconds
 from manta.workers.calibration.collectives import collective_times
@@ -40,9 +40,9 @@ def test_attention_is_measured(monkeypatch):
 
 
 def test_a_step_of_one_rank_is_measured(monkeypatch):
-    monkeypatch.setattr(steps, "ON_CPU", ((1, 32, 2, 8, 1, 2, 64),))
-    monkeypatch.setattr(steps, "median_seconds", lambda run, device, _: median_seconds(run, device, 0.0))
-    (row,) = steps.step_times(CPU)
+    monkeypatch.setattr(device, "STEPS_ON_CPU", ((1, 32, 2, 8, 1, 2, 64),))
+    monkeypatch.setattr(device, "median_seconds", lambda run, device, _: median_seconds(run, device, 0.0))
+    (row,) = device.step_times(CPU)
     assert step_job(row).micro_batches == 2 and row.seconds > 0
 
 
@@ -88,7 +88,7 @@ def test_calibration_rank_counts_include_one_and_enough_to_fill_all_cores(cores,
 @pytest.mark.parametrize("parallel", [{"data": 192}, {"tensor": 8}, {"pipeline": 16}])
 def test_ranks_of_any_number_have_a_layout(parallel):
     """On a machine with 192 cores as many compute together."""
-    assert parse_job_spec(steps.layout_document(**parallel)).layout.world_size == next(iter(parallel.values()))
+    assert parse_job_spec(device.layout_document(**parallel)).layout.world_size == next(iter(parallel.values()))
 
 
 def test_collective_seconds_are_those_added_to_the_work_around_it(monkeypatch):
@@ -113,12 +113,12 @@ def test_collective_seconds_are_those_added_to_the_work_around_it(monkeypatch):
 def test_busy_time_is_the_median_over_rounds_of_the_mean_over_ranks():
     first = [[1.0, 9.0, 1.0], [1.0, 1.0, 5.0]]
     second = [[], [3.0, 3.0, 5.0]]
-    assert steps.as_busy((1, 2), [first, second]) == [BusyTime(1, 1.0), BusyTime(2, 2.0)]
+    assert device.as_busy((1, 2), [first, second]) == [BusyTime(1, 1.0), BusyTime(2, 2.0)]
 
 
 @pytest.mark.soak
 def test_collectives_are_measured_between_processes():
-    rows = LocalRanks().run(collective_times, steps.layout_document(tensor=2))[0]
+    rows = LocalRanks().run(collective_times, device.layout_document(tensor=2))[0]
     assert {row.kind for row in rows} == {"all_gather", "reduce_scatter"} and {row.ranks for row in rows} == {2}
 
 
@@ -129,15 +129,14 @@ TINY = device.Shapes(
     elements=(2**12, 2**22),
     copied=2**16,
     steps=tuple(
-        steps.document_of((2, 32, 2, 16, 1, 2, 64), "bf16", family=family, kv_heads=1) for family in ("gpt", "llama")
+        device.document_of((2, 32, 2, 16, 1, 2, 64), "bf16", family=family, kv_heads=1) for family in ("gpt", "llama")
     ),
 )
 SHAPES = dataclasses.replace(TINY, steps=TINY.steps[:1])
 
 
 def test_gpu_calibration_has_every_kind_of_row(monkeypatch):
-    for module in (device, steps):
-        monkeypatch.setattr(module, "median_seconds", lambda run, device, _=0.0: median_seconds(run, device, 0.0))
+    monkeypatch.setattr(device, "median_seconds", lambda run, device, _=0.0: median_seconds(run, device, 0.0))
     said: list[str] = []
     measurements = device.measure_gpu(CPU, SHAPES, said.append)
     assert {row.precision for row in measurements.products} == {"bfloat16", "float32", "tf32"}

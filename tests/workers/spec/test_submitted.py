@@ -16,9 +16,9 @@ from storage_away import away
 from manta.workers.data.roots import DataRoots
 from manta.workers.spec.changes import changes_in, combinations_in, with_changes
 from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
-from manta.workers.spec.environment import ALLOWED
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import document_in, parse_job_spec
+from manta.workers.spec.rules import ALLOWED
 from manta.workers.spec.submitted import with_shape_of_weights
 
 CONFIG = {

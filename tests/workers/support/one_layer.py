@@ -127,14 +127,6 @@ def held_bytes(forward: Callable[[], torch.Tensor]) -> tuple[int, GradientEdge]:
     return sum(sizes), edge
 
 
-def held_by_layer(spec: JobSpec) -> int:
-    """Bytes that autograd holds for one layer. Its input counts: it is nobody's but this layer's to keep."""
-    layer = OneLayer(spec)
-    source = layer.input().requires_grad_()
-    layer.forward(source * 1.0)  # makes the tables that all layers share
-    return held_bytes(lambda: layer.forward(source * 1.0))[0]
-
-
 class FlopCounter(DispatchMode):
     """FLOPs by torch's formulas, and of what those do not know: the product that is added in place, and CPUs' attention
     kernel. torch's own mode keeps them by module, which takes longer than what is counted."""

@@ -55,27 +55,11 @@ LAYER_BYTES = {
 """arXiv:2205.05198, table 2: bytes of activations a layer."""
 
 SELECTIVE_RECOMPUTATION = {
-    "GPT-3": {"5as/h": 80, "saved_pct": 70, "flops_overhead_pct": 2.7},
-    "MT-NLG": {"5as/h": 64, "saved_pct": 65, "flops_overhead_pct": 1.6},
+    "GPT-3": {"flops_overhead_pct": 2.7},
+    "MT-NLG": {"flops_overhead_pct": 1.6},
 }
 """arXiv:2205.05198, section 5."""
 
-MEMORY_GIB = {
-    "22B": {"none": 59.25, "seqsel": 9.5625, "par_opt": 45.5625},
-    "175B": {"none": 66.84375, "seqsel": 12.3515625, "par_opt": 45.5625},
-    "530B": {"none": 114.0234375, "seqsel": 23.076171875, "par_opt": 31.640625},
-    "1T": {"none": 131.25, "seqsel": 26.5625, "par_opt": 32.958984375},
-}
-"""arXiv:2205.05198, figure 1, GiB a GPU: activations without and with sequence parallelism and selective recomputation;
-parameters and optimizer. As transcribed by github:calculon-ai/calculon@caa4b11, calculon/llm/validation.py."""
-
-MEMORY_PERCENT = {
-    "22B": {"none": 100, "seq": 66.84, "sel": 49.42, "seqsel": 16.18, "full": 7.64},
-    "175B": {"none": 100, "seq": 62.04, "sel": 56.53, "seqsel": 18.49, "full": 8.71},
-    "530B": {"none": 100, "seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42},
-    "1T": {"none": 100, "seq": 58.31, "sel": 62.04, "seqsel": 20.27, "full": 9.42},
-}
-"""arXiv:2205.05198, figure 7, percent of tensor parallelism alone; transcribed by the same."""
 
 MT_NLG_BATCH = 1920
 MT_NLG_ITERATIONS = (

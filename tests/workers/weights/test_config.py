@@ -13,8 +13,7 @@ from their_models import KINDS, LLAMA3, YARN
 
 from manta.workers.errors import WeightsError
 from manta.workers.spec.reading import parse_job_spec
-from manta.workers.weights.config_export import huggingface_config
-from manta.workers.weights.config_import import Keys, read_config, shape_of
+from manta.workers.weights.config import Keys, huggingface_config, read_config, shape_of
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,

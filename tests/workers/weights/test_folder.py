@@ -34,19 +34,18 @@ from manta.workers.spec.submitted import with_shape_of_weights
 from manta.workers.storage.locations import parse_location
 from manta.workers.weights import folder
 from manta.workers.weights.companions import add_tokenizer, byte_tokenizer, companion_files
-from manta.workers.weights.config_import import read_config
+from manta.workers.weights.config import read_config
 from manta.workers.weights.export import new_folder
 from manta.workers.weights.folder import (
     INDEX,
     ONE_FILE,
     NewFiles,
-    NewTensor,
     check_weights,
     plan_files,
     tensors_of,
     weight_files,
 )
-from manta.workers.weights.mapping import huggingface_tensors
+from manta.workers.weights.mapping import HuggingFaceTensor, huggingface_tensors
 from manta.workers.weights.reading import Weights
 from manta.workers.weights.stream_out import MAX_THREADS, Source, threads_for, write_tensors
 
@@ -309,7 +308,7 @@ def test_export_uses_as_many_threads_as_memory_allows():
     assert threads_for([beside_each_other(1), beside_each_other(64)], 64) == 1
 
 
-TENSORS = [NewTensor("a", (3, 4)), NewTensor("b", (5,)), NewTensor("c", (2, 2))]
+TENSORS = [HuggingFaceTensor(name, shape, ()) for name, shape in (("a", (3, 4)), ("b", (5,)), ("c", (2, 2)))]
 
 
 def test_safetensors_pieces_may_come_in_any_order_and_gaps_are_zero(tmp_path, monkeypatch):

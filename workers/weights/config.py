@@ -1,4 +1,5 @@
-"""config.json -> the section `model` of a JobSpec. Pure Python.
+"""config.json <-> the section `model` of a JobSpec. What is written can be read by both transformers 4 and 5. Pure
+Python.
 
 A missing key has the default of the class of transformers (`LlamaConfig` and so on), since config.json leaves out what
 equals the default. What none of our families computes is an error that names the key: no other model is trained than
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from manta.workers.config import JobSpec, ModelConfig, RopeConfig
 from manta.workers.data.read_errors import weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
@@ -40,25 +42,23 @@ class Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1. Raises WeightsError, also if it is missing and has no default."""
-        if self.values.get(key) is None and default is not None:
-            return default
-        if key not in self.values:
-            raise WeightsError(f"{self.where}: {key} is missing")
-        value = self.values[key]
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "must be a whole number of at least 1")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0. Raises WeightsError."""
-        if self.values.get(key) is None and default is not None:
-            return default
-        if key not in self.values:
-            raise WeightsError(f"{self.where}: {key} is missing")
-        value = self.values[key]
+        value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise self.wrong(key, "must be a number above 0")
         return float(value)
+
+    def _required(self, key: str, default: float | None) -> Any:
+        value = self.values.get(key, default)
+        if value is None and key not in self.values:
+            raise WeightsError(f"{self.where}: {key} is missing")
+        return default if value is None and default is not None else value
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false. Raises WeightsError."""
@@ -168,8 +168,6 @@ _GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_ta
 
 @dataclass(frozen=True)
 class _Defaults:
-    """Defaults of a class of transformers."""
-
     kv_heads: int | None
     """None: the number of heads."""
     head_dim: int | None
@@ -329,3 +327,125 @@ _SCALINGS: dict[str, Callable[[Keys, int], Section]] = {
     "llama3": _llama3,
     "yarn": _yarn,
 }
+
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def huggingface_config(spec: JobSpec, dtype: str, positions: int | None = None) -> Section:
+    """The config.json of the job's model, whose weights are saved as `dtype` (as torch calls it). `positions`: tokens
+    in the longest sequence that it is meant for; default: the job's. Raises WeightsError if transformers has no model
+    that computes the same."""
+    model = spec.model
+    positions = max(positions or _stretched(model), model.sequence_length)
+    if model.family == "gpt":
+        return _gpt2_config(spec, dtype)
+    if model.family not in ("llama", "qwen"):
+        raise _cannot(f"model.family {model.family}")
+    kind = "qwen3" if model.family == "qwen" else "llama" if model.sliding_window is None else "mistral"
+    if model.bias and kind != "llama":
+        raise _cannot(f"model.bias with {'Qwen 3' if kind == 'qwen3' else 'Mistral (sliding_window)'}")
+    if kind == "mistral" and model.full_attention_every is not None:
+        raise _cannot("model.full_attention_every with family llama")
+    config = {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": spec.vocabulary_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.key_value_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": positions,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_dropout": 0.0,
+        **_rope_keys(model.rope_or_default),
+    }
+    if kind == "llama":
+        config |= {"attention_bias": model.bias, "mlp_bias": model.bias}
+    elif kind == "mistral":
+        config |= {"sliding_window": model.sliding_window}
+    else:
+        config |= {"attention_bias": False, **_qwen_windows(model)}
+    return config | _common(model, dtype)
+
+
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def _stretched(model: ModelConfig) -> int:
+    """Tokens that yarn is meant for: transformers 4 uses this, divided by the original length, as its factor."""
+    scaling = model.rope_or_default.scaling
+    if scaling is None or scaling.type != "yarn" or scaling.original_length is None:
+        return 0
+    return round(scaling.factor * scaling.original_length)
+
+
+def _gpt2_config(spec: JobSpec, dtype: str) -> Section:
+    model = spec.model
+    if model.key_value_heads != model.heads:
+        raise _cannot("model.kv_heads with family gpt")
+    if model.attention_width != model.hidden_size:
+        raise _cannot("a model.head_dim other than hidden_size / heads with family gpt")
+    if model.sliding_window is not None:
+        raise _cannot("model.sliding_window with family gpt")
+    return {
+        "architectures": [_CLASSES["gpt2"]],
+        "model_type": "gpt2",
+        "vocab_size": spec.vocabulary_size,
+        "n_positions": model.sequence_length,
+        "n_embd": model.hidden_size,
+        "n_layer": model.layers,
+        "n_head": model.heads,
+        "n_inner": model.ffn_size,
+        "activation_function": {"gelu": "gelu", "gelu_tanh": "gelu_new"}[model.activation],
+        "layer_norm_epsilon": model.norm_epsilon,
+        "resid_pdrop": model.dropout,
+        "embd_pdrop": model.dropout,
+        "attn_pdrop": model.dropout,
+        **_common(model, dtype),
+    }
+
+
+def _common(model: ModelConfig, dtype: str) -> Section:
+    # Without them the classes use the ids of the tokenizers that they were made for.
+    tokens = dict.fromkeys(TOKENS)
+    return {"tie_word_embeddings": model.tie_embeddings, "torch_dtype": dtype, "use_cache": True, **tokens}
+
+
+def _rope_keys(rope: RopeConfig) -> Section:
+    scaling = rope.scaling
+    if scaling is None:
+        return {"rope_theta": rope.theta, "rope_scaling": None}
+    theirs: Section = {"rope_type": scaling.type, "factor": scaling.factor}
+    if scaling.type != "linear":
+        theirs["original_max_position_embeddings"] = scaling.original_length
+    if scaling.type == "llama3":
+        theirs |= {"low_freq_factor": scaling.low_frequency_factor, "high_freq_factor": scaling.high_frequency_factor}
+    if scaling.type == "yarn":
+        theirs |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        if scaling.attention_factor is not None:
+            theirs["attention_factor"] = scaling.attention_factor
+    return {"rope_theta": rope.theta, "rope_scaling": theirs}
+
+
+def _qwen_windows(model: ModelConfig) -> Section:
+    every = model.full_attention_every
+    sliding = [model.sliding_window is not None and not (every and n % every == 0) for n in range(1, model.layers + 1)]
+    return {
+        "use_sliding_window": model.sliding_window is not None,
+        "sliding_window": model.sliding_window,
+        "max_window_layers": sliding.index(True) if True in sliding else model.layers,
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in sliding],
+    }
+
+
+def _cannot(what: str) -> WeightsError:
+    return WeightsError(f"{what}: no model of transformers computes that; export it as dcp or safetensors")

@@ -1,10 +1,23 @@
-"""What snapshots take is known before a job runs: compared with the files of real ones."""
+"""What snapshots and checkpoints take is known before a job runs, and how many steps lie between two of them."""
+
+from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 from engine_specs import spec
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
-from manta.workers.accounting.state_costs import SLOTS, checkpoint_bytes, snapshot_bytes
+from manta.workers.accounting.state_costs import (
+    FREE_SECONDS,
+    SLOTS,
+    STALL_SHARE,
+    checkpoint_bytes,
+    snapshot_bytes,
+    steps_between,
+)
 from manta.workers.checkpoint.catalog import list_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -45,3 +58,23 @@ def test_checkpoint_bytes_count_replicated_tensors_once():
     }
     assert len(sizes) == 1
     assert snapshot_bytes(spec(parallel={"pipeline": 2})) > snapshot_bytes(spec())
+
+
+seconds = st.floats(1e-6, 1e3)
+
+
+@given(seconds, seconds)
+def test_the_fewest_steps_that_keep_the_stalls_to_their_share(stall, step):
+    every = steps_between(stall, step)
+    assert every >= 1
+    if stall > FREE_SECONDS:
+        assert stall / every <= STALL_SHARE * step * (1 + 1e-9)
+    if every > 1:
+        assert stall > FREE_SECONDS
+        assert stall / (every - 1) > STALL_SHARE * step * (1 - 1e-9)
+
+
+@given(seconds, seconds, seconds)
+def test_a_longer_stall_never_means_more_snapshots(stall, more, step):
+    assume(math.isfinite(stall + more))
+    assert steps_between(stall + more, step) >= steps_between(stall, step)
