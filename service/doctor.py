@@ -23,13 +23,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from manta.service.cluster.ray_head import count_gpus
 from manta.service.cluster.ray_private import TRIED_WITH
+from manta.service.planner.torch_facts import TorchFailed, torch_facts
 from manta.service.settings import Settings
 from manta.service.store import Store, leases
 from manta.service.store.database import newest_revision
 from manta.service.store.errors import StoreEmpty
 from manta.service.store.health import refuse_none
 from manta.service.store.location import file_of, parse_url, recorded_location, shown, url_in
-from manta.service.torch_facts import TorchFailed, torch_facts
 from manta.service.words import byte_count
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes

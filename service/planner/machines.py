@@ -18,7 +18,7 @@ from typing import Any
 
 from manta.service.planner.fitting import fit_core, fit_gpu, fit_links, machine_measured, planned_as
 from manta.service.planner.hardware import MACHINES, Core, CpuNode, Gpu, Links, Machine, form_factor, measured
-from manta.service.torch_facts import TorchFailed, torch_facts
+from manta.service.planner.torch_facts import TorchFailed, torch_facts
 from manta.workers.calibration.measurements import Measurements
 from manta.workers.errors import MantaError
 from manta.workers.paths import safe_name

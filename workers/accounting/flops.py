@@ -74,7 +74,7 @@ class ParameterCounts(NamedTuple):
     """Numbers of parameters on one tensor rank."""
 
     before: tuple[int, ...]
-    """Those of all layers before each layer, and at the end those of all layers."""
+    """For each layer the sum over the layers before it, and at the end the sum over all layers."""
     first: int
     """What a rank that has the model's beginning has besides layers."""
     last: int
@@ -83,7 +83,7 @@ class ParameterCounts(NamedTuple):
     """What a rank that has both has besides layers."""
 
     def minus(self, other: ParameterCounts) -> ParameterCounts:
-        """Those of this that are not among the other's."""
+        """The difference, number by number."""
         before = tuple(map(sub, self.before, other.before))
         return ParameterCounts(before, *map(sub, self[1:], other[1:]))
 
