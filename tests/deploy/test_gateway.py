@@ -136,7 +136,7 @@ def test_gateway_lets_only_pages_of_the_published_address_change_state(ask, name
         headers = {"Host": f"{host}:8400", "Origin": origin, "X-Forwarded-Proto": "http"}
         arrived = json.loads(ask(method="POST", data=b"", headers=headers)[1])
         answer = refusal("POST", "/v1/jobs/job_0/cancel", arrived, ours, arrived["x-forwarded-proto"])
-        return answer and answer.code
+        return answer and answer.kind.code
 
     assert refused(f"https://{host}:8400") is None
     for origin in (f"https://{host}:3000", f"https://{host}", f"http://{host}:8400", "https://control-1", "null"):
