@@ -22,11 +22,6 @@ def short_waits(short_waits, monkeypatch):
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 0.001)
 
 
-@pytest.fixture
-def job(two_replicas, cluster):
-    return two_replicas(cluster)
-
-
 def folder_of(job):
     return job.cluster.paths.checkpoint_folder(job.id)
 
@@ -52,9 +47,7 @@ async def save_unheard(job, step):
 
 async def run_and_lose_all(job):
     """The job commits three steps with a checkpoint of the second; then its folder, memory and trainers are gone."""
-    await job.start()
-    await job.watched(1)
-    await job.commit(1, 2, 3)
+    await job.train(1, 2, 3)
     await save(job, 2)
     folder_of(job).rename(folder_of(job).parent / "elsewhere")
     job.cluster.agents.memory.clear()
@@ -81,8 +74,7 @@ async def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
     assert (job.row.reason, job.row.message) == (None, None)
     assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
     assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
-    await job.commit(3, 4)
-    await job.finish()
+    await job.finish(3, 4)
     assert job.log[4:9] == [*SAVED, "RECOVERING", "rank_lost", "held"]
     assert job.log.count("held") == 1, "once, not at each look"
     assert f"the folder {folder_of(job)} is not there" in job.message("held")
@@ -142,8 +134,7 @@ async def test_held_job_stays_held_under_the_next_control_plane_without_a_new_ev
     job.supervise(None)
     await job.waited(2)
     fetch_snapshots(job)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.log.count("held") == 1
     assert job.generations[1][1:] == ("checkpoint", 2)
 
@@ -156,17 +147,13 @@ async def test_trainer_that_cannot_read_the_checkpoint_is_retried_without_end(tw
         await job.watched(generation)
         assert job.ranks[0].orders[-1].resume.step == 2
         job.ranks[0].fail("unreadable_checkpoint", 3, "the checkpoint cannot be read")
-    await job.watched(6)
-    await job.commit(3)
-    await job.finish()
+    await job.finish(3, generation=6)
     assert job.log.count("held") == 1
     assert job.row.state == "SUCCEEDED"
 
 
 async def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(job):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1, 2)
+    await job.train(1, 2)
     await save_unheard(job, 2)
     folder = folder_of(job)
     folder.rename(folder.with_name("elsewhere"))
@@ -178,8 +165,7 @@ async def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(jo
     assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
     folder.unlink()
     fetch_snapshots(job)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1][1:] == ("checkpoint", 2)
     assert states(job) == ["complete"]
 
@@ -190,8 +176,7 @@ async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, clust
     for generation in (1, 2, 3, 4):
         await job.watched(generation)
         job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
-    await job.watched(5)
-    await job.finish()
+    await job.finish(generation=5)
     assert job.message("held") == (
         "held until this is possible: the tokens cannot be kept in /cache (No space left on device). "
         f"`manta cancel {job.id}` ends it"
@@ -205,23 +190,18 @@ async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, clust
 )
 async def test_job_that_a_node_cannot_serve_for_now_is_held_and_says_why(two_replicas, cluster, kind, until):
     job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     for generation in (1, 2, 3, 4):
         await job.watched(generation)
         job.ranks[0].fail(kind, 2, why)
-    await job.watched(5)
-    await job.finish()
+    await job.finish(generation=5)
     assert job.message("held") == f"held until {until}: {why}. `manta cancel {job.id}` ends it"
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
 async def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeypatch, trouble):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     await save(job, 1)
     folder_of(job).rename(folder_of(job).parent / "elsewhere")
     if trouble == "an error":
@@ -231,9 +211,7 @@ async def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeyp
 
 
 async def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     job.cluster.agents.memory.clear()
     for agent in job.ranks:
         agent.die()

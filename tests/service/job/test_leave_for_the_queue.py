@@ -11,13 +11,11 @@ from manta.service.job.leave import SPARE_SECONDS
 from manta.service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.supervised_job import save_checkpoint, story
+from tests.service.support.supervised_job import UP, save_checkpoint
 from tests.service.support.waiting import reached
 
-UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 NOTICED = ["node_draining", "node_draining"]
 LEFT = ["RESIZING", "QUEUED"]
-AGAIN = ["STARTING", "generation_started", "RUNNING", "first_step"]
 CAUSE = "placed again: the nodes that it was on were being drained"
 SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
@@ -53,9 +51,7 @@ def none_saves(job):
 
 
 async def up(job, *steps, saved=()):
-    await job.start()
-    await job.watched(1)
-    await job.commit(*steps)
+    await job.train(*steps)
     for step in saved:
         save_checkpoint(job, step)
 
@@ -75,8 +71,7 @@ async def placed_on(job, *nodes):
     """There are other nodes, and the job is placed there."""
     job.cluster.nodes.slots |= dict.fromkeys(nodes, 2)
     job.cluster.nodes.used |= dict.fromkeys(nodes, 0)
-    await job.start()
-    await job.watched(2)
+    await job.train()
 
 
 async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, cluster):
@@ -90,9 +85,8 @@ async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, 
     assert all(all(memory.values()) for memory in cluster.agents.memory.values())
     await placed_on(job, "three", "four")
     assert {agent.node for agent in job.ranks} == {"three", "four"}
-    await job.commit(3)
-    await job.finish()
-    assert job.log == [*UP, *NOTICED, *LEFT, *AGAIN, "SUCCEEDED"]
+    await job.finish(3)
+    assert job.log == [*UP, *NOTICED, *LEFT, *UP, "SUCCEEDED"]
     assert job.generations[1] == (CAUSE, "snapshot", 2), "the nodes that it has left may still be there"
     assert (job.row.restarts, job.recoveries) == (0, [])
     assert cluster.nothing_held
@@ -152,7 +146,7 @@ async def test_job_of_fixed_size_leaves_both_nodes_when_one_is_drained(job, clus
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
-def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tmp_path):
+async def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
 
@@ -160,16 +154,13 @@ def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tm
         agent.on_save = lambda asked: all_save(cluster)
         agent.prepare = lambda order: asyncio.Event().wait()
 
-    async def body():
-        await up(job, 1, saved=[1])
-        for agent in job.ranks:
-            agent.on_save = FakeAgent.save_and_exit
-        cluster.agents.on_start = never_ready
-        drain(job, 0.5, "two")
-        await job.task
-        assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
-
-    story(body)
+    await up(job, 1, saved=[1])
+    for agent in job.ranks:
+        agent.on_save = FakeAgent.save_and_exit
+    cluster.agents.on_start = never_ready
+    drain(job, 0.5, "two")
+    await job.task
+    assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
     assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
 
@@ -313,8 +304,7 @@ async def test_drained_job_is_placed_again_if_its_control_plane_dies_after_place
     cluster.nodes.used |= {"three": 0}
     await job.store.write_async(job._place)
     job.supervise(None)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.row.state == "SUCCEEDED"
 
 
@@ -327,8 +317,7 @@ async def test_job_queued_off_a_drained_node_can_be_paused_and_resumed(job, clus
     cluster.nodes.slots |= {"three": 4}
     cluster.nodes.used |= {"three": 0}
     await job.resume()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1][0] == "resumed by the user"
 
 

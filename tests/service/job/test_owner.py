@@ -71,13 +71,9 @@ def raises(monkeypatch, name, *errors):
 async def test_supervision_error_ends_no_job(owned, monkeypatch, where):
     errors = [RuntimeError("nobody expected this"), KeyError("nor this")][: 1 if where == "_start" else 2]
     raises(monkeypatch, where, *errors)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(3)
+    await owned.train(3)
     owned.ranks[1].die()
-    await owned.watched(2)
-    await owned.commit(4)
-    await owned.finish()
+    await owned.finish(4, generation=2)
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("supervision_failed") == len(errors)
     assert f"up again after an error: {type(errors[-1]).__name__}" in owned.message("supervision_failed")
@@ -88,9 +84,7 @@ async def test_supervision_error_ends_no_job(owned, monkeypatch, where):
 async def test_repeated_supervision_error_is_reported_once(owned, monkeypatch):
     raises(monkeypatch, "_start", *[RuntimeError("again")] * 5)
     raises(monkeypatch, "_adopt", *[RuntimeError("again")] * 5)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.finish()
     assert owned.log.count("supervision_failed") == 1
 
@@ -117,9 +111,7 @@ async def test_resize_or_drain_requested_between_supervisors_is_made_later(owned
         self._job.inbox.remove(Resize)
         wanted.set()
 
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     await job.die_with_control_plane()
     monkeypatch.setattr(ElasticityPlanner, "plan", plan)
     owner = job.owner = JobOwner(job.store, cluster, job.id)
@@ -137,9 +129,7 @@ def write_spec_of_another_release(owned):
 
 
 async def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     write_spec_of_another_release(owned)
     owned.supervise(None)
@@ -164,9 +154,7 @@ def other_release(agent):
 
 
 async def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     agents = list(cluster.agents.living.values())
     for agent in agents:
@@ -180,17 +168,14 @@ async def test_job_with_agents_of_another_release_trains_on_until_that_release_r
         del agent.describe
     await owned.watched(1)
     assert all(len(agent.orders) == 1 and agent.stops == 0 for agent in agents)
-    await owned.commit(2)
-    await owned.finish()
+    await owned.finish(2)
     assert owned.log.count("not_understood") == 1 and "supervision_failed" not in owned.log
     assert "the agent speaks protocol 1 and this process 2: " in owned.message("not_understood")
     assert (owned.row.state, owned.row.generation, owned.row.restarts) == ("SUCCEEDED", 1, 0)
 
 
 async def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     for agent in cluster.agents.living.values():
         other_release(agent)
@@ -206,9 +191,7 @@ async def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluste
 async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     newer = {**owned.row.spec, "newer": 1, "recovery": {**owned.row.spec["recovery"], "newer": True}}
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", newer))
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.finish()
     assert owned.log.count("keys_left_out") == 1 and "not_understood" not in owned.log
     assert "does not know newer, recovery.newer of the spec" in owned.message("keys_left_out")
@@ -218,9 +201,7 @@ async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned
 
 
 async def test_job_with_a_spec_of_another_release_is_paused_with_its_snapshots(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     write_spec_of_another_release(owned)
     owned.store.write(lambda s: pauses_and_retries.request_pause(s, owned.id))
@@ -262,18 +243,14 @@ def database_gone(store, monkeypatch):
 
 
 async def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, monkeypatch):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     with database_gone(owned.store, monkeypatch) as refused:
         owned.ranks[0].commit(2)
         owned.ranks[1].die()
         while len(refused) < 20:
             await asyncio.sleep(0.001)
         assert [agent.running for agent in owned.ranks] == [True, False, True, True]
-    await owned.watched(2)
-    await owned.commit(3)
-    await owned.finish()
+    await owned.finish(3, generation=2)
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("rank_lost") == 1
     assert "supervision_failed" not in owned.log
@@ -295,9 +272,7 @@ def test_slow_database_does_not_fail_a_launch(owned, monkeypatch):
     monkeypatch.setattr(JobRecord, "generations", slow_generations)
 
     async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
+        await owned.train(1)
         await owned.finish()
 
     in_virtual_time(monkeypatch, body)
@@ -314,15 +289,12 @@ async def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cl
         return await ensure(*arguments)
 
     monkeypatch.setattr(cluster.daemons, "ensure", silent)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     agents = list(owned.ranks)
     owned.ranks[1].die()
     await owned.watched(2)
     assert owned.ranks == agents
-    await owned.commit(2)
-    await owned.finish()
+    await owned.finish(2)
     assert owned.row.state == "SUCCEEDED"
     assert left == []
     assert owned.log.count("held") == 1 and "Ray refused a request (no answer)" in owned.message("held")

@@ -76,6 +76,14 @@ class SupervisedJob:
         await self.cluster.groups.acquire(self.id, generation, self.spec.layout, "manta_slot")
         self.supervise(generation)
 
+    async def train(self, *steps: int) -> None:
+        """Start the next generation, wait until it is watched, and commit `steps` in it."""
+        generation = self.row.generation + 1
+        await self.start()
+        await self.watched(generation)
+        if steps:
+            await self.commit(*steps)
+
     def _place(self, session):
         jobs.transition(session, self.id, JobState.STARTING)
         jobs.set_layout(session, self.id, self.spec.layout)
@@ -133,8 +141,12 @@ class SupervisedJob:
         self.ranks[0].commit(*steps)
         await self.cluster.agents.until(lambda: self.ranks[0].all_handled)
 
-    async def finish(self) -> None:
-        """All ranks commit the last step; return when the supervisor has ended."""
+    async def finish(self, *steps: int, generation: int | None = None) -> None:
+        """All ranks commit `steps` and then the last step, once `generation` is watched; the supervisor has ended."""
+        if generation is not None:
+            await self.watched(generation)
+        if steps:
+            await self.commit(*steps)
         await self.commit(self.spec.train.steps)
         for agent in self.ranks:
             agent.finish(self.spec.train.steps)
