@@ -115,8 +115,7 @@ def test_answer_is_the_job_with_all_its_fields(store, submit, rendered):
     job = submit()
     store.write(lambda session: setattr(jobs.get(session, job.id), "metrics", {"loss": float("nan"), "step": 1}))
     answer = rendered.one(store, job.id)
-    with store.read() as session:
-        view = views.job_view(session, jobs.get(session, job.id))
+    view = store.query(lambda session: views.job_view(session, jobs.get(session, job.id)))
     assert json.loads(answer.body) == view.model_dump(mode="json")
     assert set(json.loads(answer.body)) == set(schemas.Job.model_fields)
     assert answer.etag == view.etag
@@ -289,8 +288,7 @@ def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit_id, ov
         submit_id()
     after = items(pages.page(store))
     assert after != before
-    with store.read() as session:
-        there = list(session.scalars(select(Job.id).order_by(Job.id.desc())))
+    there = store.query(lambda session: list(session.scalars(select(Job.id).order_by(Job.id.desc()))))
     assert after == [json.loads(RenderedJobs().one(store, job_id).body) for job_id in there]
 
 

@@ -34,8 +34,7 @@ async def test_adopted_running_job_is_undisturbed(job, cluster):
 
 async def test_report_that_was_handled_but_not_acknowledged_is_not_stored_twice(job, cluster):
     await run_and_lose_control(job, 1, 2)
-    with job.store.read() as session:
-        cursor = jobs.get(session, job.id).report_cursor["0"]
+    cursor = job.store.query(lambda session: jobs.get(session, job.id).report_cursor["0"])
     job.supervise(None)
     await job.watched(1)
     asked = len(job.ranks[0].acknowledged)

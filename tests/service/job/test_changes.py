@@ -1,6 +1,7 @@
 """A job's size and place change while it runs: what is planned, what is carried out, and what is left of it."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -215,12 +216,8 @@ async def test_moved_replica_loses_what_only_its_process_held(two_replicas, tmp_
     """It may hold a newer step than its snapshots, which are all that the process gets that takes its rank."""
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
-
-    async def before_rest(agent):
-        agent.rest_by_itself(2, "was told to rest")
-
     await job.train(1)
-    cluster.agents.before_rest = before_rest
+    cluster.agents.before_rest = AsyncMock(side_effect=lambda agent: agent.rest_by_itself(2, "was told to rest"))
     cluster.nodes.draining.add("two")
     job.supervisor.tell(NodeDraining("two", 60.0))
     await job.watched(2)
@@ -298,8 +295,7 @@ async def test_resize_begins_a_generation_that_is_not_counted_as_a_restart(two_r
     await job.train(1)
     job.resize(1)
     await job.finish(2, generation=2)
-    with job.store.read() as session:
-        rows = generations.of_job(session, job.id)
+    rows = job.store.query(generations.of_job, job.id)
     assert [(row.data or {}).get("failure") for row in rows] == [None, None]
     assert job.row.restarts == 0
 

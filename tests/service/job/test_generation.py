@@ -1,6 +1,7 @@
 """A running generation as its supervisor sees it, over agents that only say what a test lets them say."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -169,11 +170,8 @@ async def test_reports_of_another_generation_change_nothing(running, agents, han
 
 
 async def test_report_handler_error_is_raised_by_wait():
-    async def handle(report):
-        raise RuntimeError("the database is full")
-
     agent = agent_of(0)
-    running = RunningGeneration([agent], 1, {}, handle)
+    running = RunningGeneration([agent], 1, {}, AsyncMock(side_effect=RuntimeError("the database is full")))
     agent.say(Metrics(()))
     try:
         await running.wait(Inbox())
@@ -301,11 +299,7 @@ async def test_background_work_of_a_generation_ends_before_its_ranks_are_stopped
     agents[0].die()
     await waiting
     assert ended == ["short"]
-
-    async def stop():
-        ended.append("ranks")
-
-    agents[1].stop = stop
+    agents[1].stop = AsyncMock(side_effect=lambda: ended.append("ranks"))
     agents[1].lose()
     await running.stop()
     assert ended == ["short", "long", "ranks"], "it could take a rank that is ended for one that hangs"

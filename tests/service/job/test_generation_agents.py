@@ -1,6 +1,7 @@
 """Agents of a running generation that answer late, not at all, or cannot be asked any more."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -60,11 +61,7 @@ async def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatc
 async def test_agent_that_does_not_say_how_its_trainer_ended_is_given_up(running, agents, handled, monkeypatch):
     monkeypatch.setattr(generation, "STOP_SECONDS", 0.05)
     monkeypatch.setattr(generation, "LAST_REPORTS_POLL_SECONDS", 0.01)
-
-    async def silent(*arguments):
-        return None
-
-    agents[1].rest = silent
+    agents[1].rest = AsyncMock(return_value=None)
     await running.rest(0.01)
     assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
     agents[1].say(Metrics(()))

@@ -151,11 +151,7 @@ def test_hang_watch_gives_up_a_silent_agent_that_others_wait_for(watch):
 def test_hang_watch_gives_up_an_agent_that_falls_silent_before_the_kill(watch, monkeypatch):
     monkeypatch.setattr(hangs_and_stragglers, "KILL_SECONDS", 0.05)
     agents = [agent(waits_for=1), agent(overdue=True)]
-
-    async def kill(*arguments):
-        await asyncio.Event().wait()
-
-    agents[1].kill = kill
+    agents[1].kill = lambda *arguments: asyncio.Event().wait()
     (hung,), lost = watch(agents, lambda events, lost: lost)
     assert (hung.kind, hung.rank) == ("rank_hung", 1)
     assert lost == [(1, "stands still, and its agent does not answer")]

@@ -1,6 +1,7 @@
 """A job whose newest state cannot be read is held until it can, and loses nothing meanwhile."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -60,8 +61,7 @@ def fetch_snapshots(job):
 
 
 def states(job):
-    with job.store.read() as session:
-        return [row.state for row in checkpoints.page(session, job.id).items]
+    return job.store.query(lambda session: [row.state for row in checkpoints.page(session, job.id).items])
 
 
 async def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
@@ -230,14 +230,7 @@ def test_launch_held_for_an_unreadable_checkpoint_resets_failed_launches(monkeyp
     held = object.__new__(Supervisor)
     held._job, held._history = None, FailureHistory(0.0)
     held._history.failed_launches.append("a failure")
-
-    async def unreadable(job, launch):
-        raise CheckpointsUnreadable("not mounted")
-
-    async def hold(launch, why):
-        return launch, why
-
-    held._wait_before_retry = hold
-    monkeypatch.setattr(supervisor, "launch_generation", unreadable)
+    held._wait_before_retry = AsyncMock(side_effect=lambda launch, why: (launch, why))
+    monkeypatch.setattr(supervisor, "launch_generation", AsyncMock(side_effect=CheckpointsUnreadable("not mounted")))
     assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
     assert held._history.failed_launches == []

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -327,10 +328,7 @@ async def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_gen
 
 
 async def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
-    async def broken(*arguments):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(job.record, "launched", broken)
+    monkeypatch.setattr(job.record, "launched", AsyncMock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="disk"):
         await launch_generation(job, Launch("submitted", counts=False))
     assert len(asyncio.all_tasks()) == 1

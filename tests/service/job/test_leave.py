@@ -1,6 +1,7 @@
 """A job gives its places back before its last step, and goes on later: pauses, and the end of its time."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -132,11 +133,7 @@ def test_pause_without_snapshots_says_that_the_unsaved_state_is_lost(saved, newe
 
 async def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
     await job.train(1)
-
-    async def unreadable(folder, *_):
-        raise OSError("Input/output error")
-
-    job.supervisor._job.folder_reader.list = unreadable
+    job.supervisor._job.folder_reader.list = AsyncMock(side_effect=OSError("Input/output error"))
     job.pause()
     await job.task
     assert job.log == [*UP, "PAUSING", "PAUSED"], "nothing is said of what is not known"
@@ -218,15 +215,12 @@ async def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, 
 
 
 async def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
-    def refuse():
-        raise NotPlaced("there is no room")
-
     await job.train(1)
     for agent in job.ranks:
         agent.on_save = lambda agent: None
     job.pause()
     await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
-    cluster.groups.refuse = refuse
+    cluster.groups.refuse = Mock(side_effect=NotPlaced("there is no room"))
     for agent in list(job.ranks):
         agent.lose()
         del cluster.agents.living[agent.name]

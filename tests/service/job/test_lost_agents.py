@@ -109,8 +109,7 @@ def test_elastic_gang_shrinks_if_a_lost_replica_finds_no_room(placed, store, ela
     del job.cluster.nodes.slots["three"]
     job.cluster.lose_node("two")
     assert replace(job, lost=(2, 3)) is elastic
-    with store.read() as session:
-        types = [event.type for event in events.page(session, job.id).items]
+    types = store.query(lambda session: [event.type for event in events.page(session, job.id).items])
     assert ("shrunk" in types) is elastic
     if elastic:
         assert (job.gang.layout.data, nodes_of(job)) == (1, ["one", "one"])

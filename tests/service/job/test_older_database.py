@@ -1,6 +1,7 @@
 """A database that was restored from a backup: what runs is neither swept nor fought."""
 
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -62,11 +63,7 @@ async def test_gang_newer_than_a_restored_database_is_adopted(job, cluster):
 async def test_owner_epoch_after_a_restore_exceeds_those_known_to_agents(two_replicas, cluster, monkeypatch):
     """Else the agents would take its orders for those of one that was replaced."""
     job, epochs = two_replicas(cluster), []
-
-    async def exceed(store, epoch):
-        epochs.append(epoch)
-
-    monkeypatch.setattr(Store, "exceed", exceed)
+    monkeypatch.setattr(Store, "exceed", AsyncMock(side_effect=epochs.append))
     await at_generation_two(job)
     forget(job, 1)
     for epoch, agent in enumerate(cluster.agents.living.values(), start=40):

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import select
@@ -146,11 +147,7 @@ async def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owne
 
 def other_release(agent):
     """The agent describes itself as one of another release."""
-
-    async def describe():
-        raise ProtocolMismatch("the agent", 1)
-
-    agent.describe = describe
+    agent.describe = AsyncMock(side_effect=ProtocolMismatch("the agent", 1))
 
 
 async def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
@@ -318,12 +315,9 @@ def tried(store, submit, cluster, monkeypatch):
                 raise outcome
             return outcome
 
-        async def pause(seconds):
-            paused.append(seconds)
-
         now = [100.0]
         monkeypatch.setattr(owner, "_supervise", supervise)
-        monkeypatch.setattr(owner, "_pause", pause)
+        monkeypatch.setattr(owner, "_pause", AsyncMock(side_effect=paused.append))
         monkeypatch.setattr(owning.time, "monotonic", lambda: now[0])
         asyncio.run(owner.run(scheduled_generation))
         return asked, paused
@@ -332,8 +326,7 @@ def tried(store, submit, cluster, monkeypatch):
 
 
 def log_of(store):
-    with store.read() as session:
-        return list(session.scalars(select(Event.type)))
+    return store.query(lambda session: list(session.scalars(select(Event.type))))
 
 
 def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(tried):

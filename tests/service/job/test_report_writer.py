@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -42,8 +43,7 @@ def take(store, started, generation):
 
 
 def read(store, query):
-    with store.read() as session:
-        return query(session)
+    return store.query(lambda session: query(session))
 
 
 def steps(store, job):
@@ -272,10 +272,7 @@ def test_checkpoint_rows_are_reconciled_with_the_disk(store, started, take):
 
 
 def test_unstorable_report_is_omitted_with_an_event(store, started, take, monkeypatch):
-    def spoil(*arguments, **more):
-        raise ValueError("no such thing\nat all")
-
-    monkeypatch.setattr(metrics, "record", spoil)
+    monkeypatch.setattr(metrics, "record", Mock(side_effect=ValueError("no such thing\nat all")))
     take("metrics", 1, rows=[row(5)])
     monkeypatch.undo()
     take("metrics", 2, rows=[row(6)])
@@ -289,10 +286,7 @@ def test_unstorable_report_is_omitted_with_an_event(store, started, take, monkey
 
 
 def test_omitted_report_is_announced_once_and_not_for_replaced_generations(store, started, take, monkeypatch):
-    def spoil(*arguments, **more):
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(metrics, "record", spoil)
+    monkeypatch.setattr(metrics, "record", Mock(side_effect=ValueError("no such thing")))
     take("metrics", 1, rows=[row(5)])
     take("metrics", 1, rows=[row(5)])
     store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
@@ -302,13 +296,9 @@ def test_omitted_report_is_announced_once_and_not_for_replaced_generations(store
 
 def test_report_of_a_job_with_a_lost_lease_is_not_written(store, started, generation, monkeypatch):
     """It is not acknowledged, and nothing is written of it."""
-
-    async def lost(operation):
-        raise LeaseLost(started.id)
-
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_async", lost)
+        patch.setattr(store, "write_async", AsyncMock(side_effect=LeaseLost(started.id)))
         with pytest.raises(LeaseLost):
             asyncio.run(writer.take(Report(Metrics((row(5),)), 1, 0, 100.0, 1)))
     assert steps(store, started) == []

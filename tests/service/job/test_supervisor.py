@@ -1,6 +1,7 @@
 """A supervisor takes its job to an end whatever dies: what is written, in which order, and what is left."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -29,11 +30,8 @@ async def test_undisturbed_job_is_launched_once_and_leaves_nothing_behind(job, c
 
 
 async def test_job_succeeds_although_its_checkpoints_cannot_be_listed(job, cluster, monkeypatch):
-    async def unreadable(_job):
-        raise OSError("the folder is away")
-
     await job.train(1)
-    monkeypatch.setattr(supervisor, "known_checkpoints", unreadable)
+    monkeypatch.setattr(supervisor, "known_checkpoints", AsyncMock(side_effect=OSError("the folder is away")))
     await job.finish()
     assert job.row.state == "SUCCEEDED" and cluster.nothing_held
 

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -244,11 +245,7 @@ async def test_cancel_or_pause_ends_the_wait_before_the_next_try(job, cluster, m
 async def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, submit, cluster):
     context, waits = JobContext.of(store, cluster, submit()), []
     supervisor = Supervisor(context)
-
-    async def wait(*kinds, seconds):
-        waits.append((seconds, *kinds))
-
-    context.inbox.wait = wait
+    context.inbox.wait = AsyncMock(side_effect=lambda *kinds, seconds: waits.append((seconds, *kinds)))
     await supervisor._wait_before_generation(2.0, Death(0, "killed"))
     supervisor.tell(Pause())
     await supervisor._wait_before_generation(4.0, Death(0, "killed"))

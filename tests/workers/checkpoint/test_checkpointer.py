@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from checkpoint_programs import bits, is_still, job, lone, trainer_of
@@ -194,11 +194,7 @@ def test_save_without_memory_for_its_copy_fails_and_does_not_block(trainer):
     trainer.train_step()
     checkpoints = trainer.state.checkpoints
     checkpoints.finish()
-
-    def too_large() -> Any:
-        raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
-
-    checkpoints._buffer = too_large
+    checkpoints._buffer = Mock(side_effect=RuntimeError("not enough memory: you tried to allocate 12 bytes"))
     checkpoints.start(1)
     checkpoints.finish_copy()
     checkpoints.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -179,11 +180,7 @@ def test_checkpoint_that_cannot_be_deleted_loses_its_manifest_and_is_not_reporte
 def test_checkpoint_whose_deletion_cannot_be_verified_is_not_reported(tmp_path, monkeypatch):
     saved(tmp_path, 10, 1)
     saved(tmp_path, 20, 1)
-
-    def refuse(self, path):
-        raise PermissionError
-
-    monkeypatch.setattr(LocalFiles, "is_there", refuse)
+    monkeypatch.setattr(LocalFiles, "is_there", Mock(side_effect=PermissionError))
     assert prune(tmp_path, 1, generation=1) == []
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 from trainer_rig import SECONDS, finish, lose_peer, order
@@ -98,10 +99,7 @@ def test_trainer_failure_is_reported_by_its_kind(rig, capfd, error, kind):
     ],
 )
 def test_exhausted_node_is_not_reported_as_a_user_exception(rig, error):
-    def fail(trainer):
-        raise error
-
-    run = rig(fail)
+    run = rig(Mock(side_effect=error))
     run.start(order())
     run.hear()
     failure = run.hear().payload
@@ -140,11 +138,8 @@ def test_a_model_that_asks_for_the_end_of_the_process_has_not_ended_the_job_well
 
 
 def test_failure_before_training_has_the_step_to_resume_at(rig):
-    def fail(*_):
-        raise DataError("no corpus")
-
     run = rig()
-    run.build = fail
+    run.build = Mock(side_effect=DataError("no corpus"))
     run.start(order(resume=Resume("snapshot", 7)))
     failure = run.hear().payload
     assert (failure.kind, failure.step) == ("bad_data", 8)
@@ -218,10 +213,7 @@ def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
 
 
 def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
-    def leave(trainer):
-        raise RestRequested("was asked to rest after the step")
-
-    run = rig(leave, finish)
+    run = rig(Mock(side_effect=RestRequested("was asked to rest after the step")), finish)
     run.start(order(1, in_place=False))
     run.hear()
     assert run.hear().payload == Resting(None, "was asked to rest after the step")
@@ -299,11 +291,7 @@ def test_trainer_connects_at_the_store_and_a_silent_store_is_a_lost_peer(rig, mo
     assert run.hear().payload.connected_at > 0
     assert run.ended() == 0
     assert run.built[0].comm.connected == [(("h", 7), 2, "h", "s")]
-
-    def refuse(*_, **__):
-        raise RuntimeError("timed out\nlong story")
-
-    monkeypatch.setattr(trainer_process.dist, "TCPStore", refuse)
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", Mock(side_effect=RuntimeError("timed out\nlong story")))
     run = rig(finish)
     run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     failure = run.hear().payload

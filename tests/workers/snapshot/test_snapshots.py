@@ -8,6 +8,7 @@ import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -148,11 +149,7 @@ def test_a_step_whose_note_cannot_be_written_is_not_committed(tmp_path, monkeypa
     snapshots = opened(tmp_path)
     for step in (5, 6):
         save(snapshots, step)
-
-    def broken(*_):
-        raise OSError("the note is not written")
-
-    monkeypatch.setattr(SnapshotFile, "write_note", broken)
+    monkeypatch.setattr(SnapshotFile, "write_note", Mock(side_effect=OSError("the note is not written")))
     snapshots.start(7, b"note of 7")
     with pytest.raises(OSError, match="the note is not written"):
         snapshots.finish()
