@@ -24,29 +24,20 @@ async def test_generation_ends_when_all_ranks_finished(running, agents, handled)
     assert sorted(handled) == [(0, "exit"), (0, "finished"), (1, "exit"), (1, "finished")]
 
 
-async def test_exit_with_code_0_counts_as_finished_without_a_report(running, agents):
-    for agent in agents:
-        agent.say(Exited(code=0))
-    await running.wait(Inbox())
-    assert running.finished == {0, 1}
-
-
-async def test_rank_killed_after_its_finish_counts_as_finished(running, agents):
-    """All that it was to do is done and saved by then."""
-    agents[0].say(Finished(9))
-    agents[0].say(Exited(signal=9))
+@pytest.mark.parametrize(
+    ("said", "finished", "dead"),
+    [
+        ([Exited(code=0)], {0, 1}, []),
+        ([Finished(9), Exited(signal=9)], {0, 1}, []),  # all that it was to do is done and saved by then
+        ([Finished(9), failed("not_saved")], {1}, [(0, "not_saved")]),
+    ],
+)
+async def test_rank_has_finished_with_a_report_or_code_0_but_not_with_a_failure(running, agents, said, finished, dead):
+    for payload in said:
+        agents[0].say(payload)
     agents[1].finish(9)
-    await running.wait(Inbox())
-    assert (running.finished, running.deaths) == ({0, 1}, [])
-
-
-async def test_rank_that_fails_after_its_last_step_has_failed(running, agents):
-    """Such as one whose last checkpoint could not be saved."""
-    agents[0].say(Finished(9))
-    agents[0].say(failed("not_saved"))
-    await running.wait(Inbox())
-    assert [(death.rank, death.kind) for death in running.deaths] == [(0, "not_saved")]
-    assert running.finished == set()
+    await reached(lambda: running.all_ended)
+    assert (running.finished, [(death.rank, death.kind) for death in running.deaths]) == (finished, dead)
 
 
 @pytest.mark.parametrize("agents", [3], indirect=True)

@@ -13,6 +13,13 @@ from tests.service.support.generations import agent_of
 from tests.service.support.waiting import reached
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Agents are asked after a centisecond, and given up after five more."""
+    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+
+
 async def test_dead_agent_is_a_death_and_does_not_keep_stop_waiting(running, agents):
     agents[0].lose()
     await running.wait(Inbox())
@@ -81,9 +88,7 @@ async def test_ranks_slow_to_report_their_end_are_waited_for(running, agents, mo
     assert [(death.rank, death.kind) for death in running.deaths] == [(1, "stopped")]
 
 
-async def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(running, agents, monkeypatch):
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+async def test_agent_that_answers_nothing_is_lost_even_when_no_rank_waits_for_its_own(quick, running, agents):
     agents[1].silence()
     agents[0].finish(9)
     await running.wait(Inbox())
@@ -100,24 +105,21 @@ async def test_agent_poll_interval_grows_with_the_number_of_ranks(running, agent
     assert asked == [seconds] * len(agents)
 
 
-async def test_agent_silent_after_others_finished_is_given_up_sooner(running, agents, monkeypatch):
+@pytest.mark.parametrize("said", [[Finished(9), Exited(code=0)], [Exited(code=EXIT_SAVED)]], ids=["finished", "saved"])
+async def test_agent_silent_after_others_finished_or_saved_is_given_up_sooner(agents, said, monkeypatch, quick):
     monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
+    running = RunningGeneration(agents, 1, {}, AsyncMock())
     agents[1].silence()
     await asyncio.sleep(0)
-    agents[0].say(Finished(9))
-    agents[0].say(Exited(code=0))
-    while not running.all_ended:
-        await running.wait(Inbox())
-    assert running.finished == {0}
+    for payload in said:
+        agents[0].say(payload)
+    await reached(lambda: running.all_ended)
+    assert (running.finished, running.saved) == (({0}, set()) if len(said) == 2 else (set(), {0}))
     assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
 
 
-async def test_agent_that_answers_a_second_poll_is_kept(running, agents, monkeypatch):
+async def test_agent_that_answers_a_second_poll_is_kept(quick, running, agents):
     """This process itself may have stood still meanwhile."""
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
     reports, asked = agents[1].reports, []
 
     async def late(after, timeout):
@@ -131,17 +133,6 @@ async def test_agent_that_answers_a_second_poll_is_kept(running, agents, monkeyp
         agent.finish(9)
     await running.wait(Inbox())
     assert (running.finished, running.deaths, asked) == ({0, 1}, [], [0.01, 0.0])
-
-
-async def test_agent_silent_after_others_saved_is_given_up_sooner(running, agents, monkeypatch):
-    monkeypatch.setattr(generation, "POLLS_A_SECOND", 0.0001)
-    monkeypatch.setattr(generation, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(generation, "ANSWER_SECONDS", 0.05)
-    agents[1].silence()
-    await asyncio.sleep(0)
-    agents[0].say(Exited(code=EXIT_SAVED))
-    await reached(lambda: running.all_ended)
-    assert [(death.rank, death.kind) for death in running.deaths] == [(1, "agent_lost")]
 
 
 @pytest.mark.parametrize(("end", "seconds"), [("rest", (5.0, 20.0)), ("stop", ())])

@@ -330,15 +330,17 @@ def is_slow(agent):
     agent.prepare = lambda order: asyncio.Event().wait()
 
 
-def is_lost(agent):
-    agent.lose()
+def is_not_described(agent):
+    """Is lost before its order, which the test says."""
 
 
-@pytest.mark.parametrize("trouble", [cannot, is_not_ready, is_slow, is_lost])
+@pytest.mark.parametrize("trouble", [cannot, is_not_ready, is_slow, is_not_described])
 async def test_standby_with_an_unready_lost_or_slow_agent_is_dismissed(planned, monkeypatch, trouble):
     async with planned(THREE, wanted=3, **ELASTIC) as (planner, running, context):
         if trouble is is_slow:
             monkeypatch.setattr(resize_and_drain, "PREPARE_SECONDS", 0.01)
+        elif trouble is is_not_described:
+            monkeypatch.setattr(resize_and_drain, "describe", AsyncMock(return_value=None))
         context.cluster.agents.on_start = trouble
         assert await planner.plan(running) is None
         assert nothing_is_left_of_the_standby(context)
