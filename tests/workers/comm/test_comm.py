@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
-from rank_threads import HOST, SECRET, run_threads
+from rank_threads import HOST, SECRET, NotingProgress, run_threads
 
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import AXES, RankGrid
@@ -121,19 +121,14 @@ def test_rank_cannot_connect_in_a_generation_that_has_ended():
 
 def test_rank_waiting_for_a_peer_to_join_is_freed_when_its_generation_ends():
     """The other rank never comes: nothing but the end of the generation can free this one."""
-    waits = threading.Event()
-
-    class Noting(Progress):
-        def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-            waits.set()
-
-    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU, progress=Noting())
+    progress = NotingProgress()
+    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU, progress=progress)
 
     def body(rank: int) -> None:
         if rank == 0:
             comm.connect(dist.HashStore(), 1, HOST, SECRET)
         else:
-            waits.wait()
+            progress.waits.wait()
             comm.end(1)
 
     lost, _ = run_threads(2, body)

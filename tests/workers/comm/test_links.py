@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import HOST, connected, run_threads, secret
+from rank_threads import HOST, NotingProgress, connected, run_threads, secret
 
 from manta.workers.comm.links import Links
 from manta.workers.errors import MantaError, PeerLost
@@ -202,18 +202,6 @@ def test_receive_on_closed_links_fails_with_peer_lost():
     with pytest.raises(PeerLost):
         operation.wait()
     second.close()
-
-
-class NotingProgress(Progress):
-    """Says when a wait has begun, and for whom."""
-
-    def __init__(self) -> None:
-        self.waits, self.waited_for = threading.Event(), []
-        super().__init__()
-
-    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        self.waited_for.append((peer, channel, sending))
-        self.waits.set()
 
 
 def watched_pair(progress: Progress) -> list[Links]:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import HOST, SECRET, run_threads, secret
+from rank_threads import HOST, SECRET, NotingProgress, run_threads, secret
 
 from manta.workers.comm import meeting
 from manta.workers.comm.links import Links
@@ -273,18 +273,6 @@ def test_rank_meeting_a_peer_that_refuses_reports_both_addresses():
         rank_links(1, store)
 
 
-class NotingProgress(Progress):
-    """Says when a wait has begun, and for whom."""
-
-    def __init__(self) -> None:
-        self.waits, self.waited_for = threading.Event(), []
-        super().__init__()
-
-    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        self.waited_for.append((peer, channel))
-        self.waits.set()
-
-
 @pytest.mark.parametrize("rank", [0, 1], ids=["that is to be called", "that looks for the other's address"])
 def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     """The other rank never calls, nor says where it is: only `is_over` can free this one."""
@@ -300,7 +288,7 @@ def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     lost, _ = run_threads(2, body)
     assert isinstance(lost, PeerLost)
     assert "is over" in str(lost)
-    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
+    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL, False)}
 
 
 def test_rank_that_gives_up_a_meeting_disconnects_from_those_it_met():
