@@ -178,6 +178,12 @@ def manta(service, *command):
     return CliRunner().invoke(command_line(), [*command, "--url", service.url])
 
 
+def before_following(monkeypatch, act):
+    """`act` happens before a client follows the events of its job."""
+    follow = Client.follow_events
+    monkeypatch.setattr(Client, "follow_events", lambda self, job_id: (act(), follow(self, job_id))[1])
+
+
 def test_trace_commands_list_traces_and_print_budgets(service, job, monkeypatch):
     assert "no traces" in manta(service, "traces", job).output
     service.http.post(f"/v1/jobs/{job}/traces", json={})
@@ -192,13 +198,7 @@ def test_trace_commands_list_traces_and_print_budgets(service, job, monkeypatch)
 def test_trace_command_waits_for_its_trace_and_writes_it_as_json_or_perfetto(
     service, job, tmp_path, monkeypatch, ending
 ):
-    follow = Client.follow_events
-
-    def recorded_meanwhile(self, job_id):
-        record(service, job)
-        return follow(self, job_id)
-
-    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
+    before_following(monkeypatch, lambda: record(service, job))
     file = tmp_path / f"trace.{ending}"
     done = manta(service, "trace", job, "--output", str(file))
     assert done.exit_code == 0, done.output
@@ -213,13 +213,7 @@ def test_trace_command_says_why_there_is_no_trace(service, job, tmp_path, monkey
     wrong = manta(service, "trace", job, "--output", str(tmp_path / "trace.svg"))
     assert wrong.exit_code == 2 and "must end in .json or .pftrace" in wrong.output
     assert manta(service, "traces", job).output.startswith("no traces")
-
-    def ends_meanwhile(self, job_id):
-        service.move(job, "SUCCEEDED")
-        return follow(self, job_id)
-
-    follow = Client.follow_events
-    monkeypatch.setattr(Client, "follow_events", ends_meanwhile)
+    before_following(monkeypatch, lambda: service.move(job, "SUCCEEDED"))
     failed = manta(service, "trace", job)
     assert failed.exit_code == 1
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
@@ -244,14 +238,12 @@ def test_trace_command_interrupted_while_waiting_says_that_recording_continues(s
 
 def test_trace_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
     assert "--profile-rank needs --output" in manta(service, "trace", job, "--profile-rank", "1").output
-    follow = Client.follow_events
 
-    def recorded_meanwhile(self, job_id):
+    def record_with_a_profile():
         service.store.write(lambda s: step_traces.record_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
         record(service, job)
-        return follow(self, job_id)
 
-    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
+    before_following(monkeypatch, record_with_a_profile)
     done = manta(service, "trace", job, "--output", str(tmp_path / "trace.json"), "--profile-rank", "1")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "trace.rank-1.json.gz").read_bytes() == b"zipped"

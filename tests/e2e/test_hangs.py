@@ -105,8 +105,7 @@ def test_straggler_is_reported_without_any_other_effect(manta):
     assert "rank 2 holds up the others" in named.message
     assert manta.client.job(job).generation == 1
     assert manta.events(job, "rank_hung") == []
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
 
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
@@ -118,5 +117,4 @@ def test_straggler_is_replaced_under_the_replace_policy(manta):
         (lost,) = manta.until("its replacement", lambda: manta.events(job, "rank_lost"))
     assert (lost.rank, lost.data["kind"]) == (2, "straggler")
     manta.until("another process", lambda: manta.pids(job)[2] != before[2])
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)

@@ -54,6 +54,5 @@ def test_rank_that_dies_at_every_start_is_held_back_and_a_cancel_ends_the_wait(m
         for _ in range(DEATHS):
             inject("kill", 1, phase="start")
     manta.until("a wait", lambda: manta.events(job, "held_back"))
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     assert manta.leftovers(job) == []

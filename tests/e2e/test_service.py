@@ -38,8 +38,7 @@ def test_training_is_undisturbed_by_the_end_of_the_service(manta):
         assert manta.pids(job) == before
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1))
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     assert manta.leftovers(job) == []
 
 
@@ -82,8 +81,7 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
     assert len(set(before) & set(after)) == len(before) - 1
     (recovery,) = manta.until("its record", lambda: manta.client.recoveries(job).items)
     assert recovery.kind == "agent_lost"
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1)), "what was committed while nobody listened is there"
     assert manta.leftovers(job) == []
@@ -125,8 +123,7 @@ def test_change_of_size_is_carried_on_by_the_next_service(manta):
     assert manta.pids(job) == before[:1], "those who stay keep their processes"
     assert resized.restarts == 0
     assert manta.events(job, "rank_lost") == []
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1))
     assert manta.leftovers(job) == []
