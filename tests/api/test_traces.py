@@ -16,6 +16,7 @@ from manta.service.store import generations, jobs, metrics, ranks, step_traces
 from manta.workers.config import ParallelConfig
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
+from tests.api.support.problems import problem_of
 
 PIPELINE = {"parallel": {"tensor": 1, "pipeline": 2, "data": 1}, "train": {"steps": 100, "global_batch_size": 4}}
 TIMELINE = timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0))
@@ -96,22 +97,17 @@ def test_invalid_trace_request_is_refused_with_a_reason(service, job, wanted, sa
 
 
 def test_trace_past_the_last_step_is_a_conflict_and_a_missing_trace_not_found(service, job):
-    late = service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})
-    assert (late.status_code, late.json()["code"]) == (409, "trace_not_possible")
+    assert problem_of(service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})) == (409, "trace_not_possible")
     for path in ("traces/trace_1", "traces/trace_1/perfetto"):
-        missing = service.http.get(f"/v1/jobs/{job}/{path}")
-        assert (missing.status_code, missing.json()["code"]) == (404, "trace_not_found")
+        assert problem_of(service.http.get(f"/v1/jobs/{job}/{path}")) == (404, "trace_not_found")
     service.http.post(f"/v1/jobs/{job}/traces", json={})
-    empty = service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")
-    assert (empty.status_code, empty.json()["code"]) == (404, "trace_not_found")
-    odd = service.http.get(f"/v1/jobs/{job}/traces/1")
-    assert (odd.status_code, odd.json()["code"]) == (422, "invalid_parameter")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")) == (404, "trace_not_found")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/traces/1")) == (422, "invalid_parameter")
 
 
 def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     address = f"/v1/jobs/{job}/budget"
-    nothing = service.http.get(address)
-    assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing_measured")
+    assert problem_of(service.http.get(address)) == (409, "nothing_measured")
     row = {"step_seconds": 1.0, "mfu_full": 0.25, "mfu_causal": 0.2, "seconds": {"wall": 1.0, "data_wait": 0.1}}
     rows = [{"step": step, "time": time.time(), **row} for step in range(1, 10)]
     service.store.write(lambda s: metrics.record(s, job, 1, 0, 1, rows))
@@ -125,8 +121,7 @@ def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     parts = {part["name"]: part["seconds"] for part in known["parts"]}
     assert (parts["loader"], parts["bubble"], parts["optimizer"]) == pytest.approx((0.1, 0.1, 0.1))
     assert len(known["planned"]) == len(known["parts"])
-    trace = service.http.get(address, params={"from": "trace"})
-    assert (trace.status_code, trace.json()["code"]) == (409, "nothing_measured")
+    assert problem_of(service.http.get(address, params={"from": "trace"})) == (409, "nothing_measured")
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
     assert service.http.get(address).json()["measured_from"] == "trace_1"

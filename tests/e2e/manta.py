@@ -218,6 +218,12 @@ class Manta:
         """Wait until these processes of a job have ended, though nobody may be there who notices."""
         self.until("their end", lambda: all(_has_ended(pid) for pid in pids), every=OFTEN_SECONDS)
 
+    def succeeded(self, job: str, curve: Any) -> Any:
+        """Wait until the job has succeeded, with this curve; the job."""
+        ended = self.until_state(job, "SUCCEEDED")
+        assert self.curve(job) == curve
+        return ended
+
     def cancel(self, job: str) -> None:
         """Cancel the job and wait for its end."""
         self.client.cancel(job)

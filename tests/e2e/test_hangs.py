@@ -28,8 +28,7 @@ def test_hang_of_a_stopped_rank_is_blamed_on_it_and_it_is_replaced(manta, pair_u
         process.suspend()
         manta.until_recovered(job, number + 1)
         assert not process.is_running(), "nothing is there that could wake up"
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.restarts, ended.generation) == (2, 3)
     hangs = manta.events(job, "rank_hung")
     assert [hung.rank for hung in hangs] == [1, 0]

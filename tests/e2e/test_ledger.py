@@ -26,8 +26,7 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta, clean_pair):
 def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     kill(manta.pids(job)[1])
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     ledger = manta.client.ledger(job)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-3)
     assert (ledger.closed, ledger.goodput) == (True, ended.goodput)

@@ -48,8 +48,7 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
     manta.kill_service()
     kill(victim)
     manta.start()
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert ended.restarts == 1
 
 
@@ -100,8 +99,7 @@ def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
     manta.start()
     manta.until_state(cancelled, "CANCELLED")
     for job in (starting, recovering):
-        manta.until_state(job, "SUCCEEDED")
-        assert manta.curve(job) == pair_undisturbed
+        manta.succeeded(job, pair_undisturbed)
     assert manta.events(recovering, "recovered") and not manta.events(starting, "recovered")
     for job in (starting, recovering, cancelled):
         assert manta.leftovers(job) == []
