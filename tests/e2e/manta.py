@@ -221,7 +221,7 @@ class Manta:
     def succeeded(self, job: str, curve: Any) -> Any:
         """Wait until the job has succeeded, with this curve; the job."""
         ended = self.until_state(job, "SUCCEEDED")
-        assert self.curve(job) == curve
+        assert (found := self.curve(job)) == curve, (found, curve)
         return ended
 
     def cancel(self, job: str) -> None:

@@ -263,19 +263,13 @@ async def test_finished_job_stays_ended_if_its_control_plane_dies_during_release
     assert cluster.nothing_held
 
 
-async def test_cancel_during_adoption_wins_over_an_unrecorded_outcome(job):
+@pytest.mark.parametrize("has_outcome", [False, True])
+async def test_cancel_during_adoption_wins_also_over_an_unrecorded_outcome(job, cluster, has_outcome):
     await run_and_lose_control(job, 1)
     job.store.write(lambda s: jobs.request_cancel(s, job.id))
-    await JobRecord(job.store, job.id).record_outcome(JobState.FAILED, "a reason", "a message")
+    if has_outcome:
+        await JobRecord(job.store, job.id).record_outcome(JobState.FAILED, "a reason", "a message")
     job.supervise(None)
     await job.task
     assert job.log == [*UP, "CANCELLING", "CANCELLED"]
-
-
-async def test_job_that_was_to_be_cancelled_is(job, cluster):
-    await run_and_lose_control(job, 1)
-    job.store.write(lambda s: jobs.request_cancel(s, job.id))
-    job.supervise(None)
-    await job.task
-    assert job.log == [*UP, "CANCELLING", "CANCELLED"]
-    assert cluster.nothing_held
+    assert cluster.nothing_held or has_outcome, "what failed may be tried again"

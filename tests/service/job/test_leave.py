@@ -158,8 +158,7 @@ async def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
 @pytest.mark.parametrize("died", ["rank", "agent"])
 async def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(job, cluster, died):
     await job.train(1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    job.stop_saving()
     job.pause()
     await job.cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
     lost = job.ranks[1]
@@ -206,8 +205,7 @@ async def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
 async def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
     await job.train(1, 2)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    job.stop_saving()
     job.pause()
     await job.task
     assert job.log == [*UP, *PAUSED]
@@ -216,8 +214,7 @@ async def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, 
 
 async def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
     await job.train(1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    job.stop_saving()
     job.pause()
     await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
     cluster.groups.refuse = Mock(side_effect=NotPlaced("there is no room"))
@@ -231,8 +228,7 @@ async def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluste
 
 async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
     await job.train(1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    job.stop_saving()
     job.pause()
     await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
     await job.finish()
@@ -251,8 +247,7 @@ async def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
 
     await job.train(1)
     if when == "saving":
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", cancelled_release)
     job.pause()
@@ -267,8 +262,7 @@ async def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
 async def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkeypatch, at):
     await job.train(1)
     if at == "asked":
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
+        job.stop_saving()
     held, release = asyncio.Event(), cluster.release
 
     async def stuck(*arguments, **options):

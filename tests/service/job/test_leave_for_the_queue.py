@@ -45,11 +45,6 @@ def all_save(cluster):
             each.save_and_exit()
 
 
-def none_saves(job):
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
-
-
 async def up(job, *steps, saved=()):
     await job.train(*steps)
     for step in saved:
@@ -167,7 +162,7 @@ async def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replic
 
 async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):
     await up(job, 1, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     job.ranks[1].die()
@@ -183,7 +178,7 @@ async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_agai
 
 async def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cluster):
     await up(job, 1, 2, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     for node in ("one", "two"):
@@ -200,7 +195,7 @@ async def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(j
 async def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
     await up(job, 1)
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await job.task
     assert job.row.state == "QUEUED"
@@ -209,7 +204,7 @@ async def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, 
 
 async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
     await up(job, 1)
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     await job.finish()
@@ -231,7 +226,7 @@ async def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluste
 
     await up(job, 1, saved=[1])
     if when == "saving":
-        none_saves(job)
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", late_wish)
     drain(job, SOON)
@@ -257,7 +252,7 @@ async def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster,
         await asyncio.Event().wait()
 
     if at in ("asked", "saved"):
-        none_saves(job)
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", stuck)
     drain(job, SOON)
@@ -284,7 +279,7 @@ async def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster,
 
 async def test_drained_job_without_agents_is_queued_by_the_next_control_plane(job, cluster):
     await up(job, 1, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     await job.die_with_control_plane()

@@ -129,25 +129,28 @@ def write_spec_of_another_release(owned):
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
 
 
-async def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
-    await owned.train(1)
-    await owned.die_with_control_plane()
-    write_spec_of_another_release(owned)
-    owned.supervise(None)
-    await reached(lambda: "not_understood" in owned.log)
-    assert all(agent.running for agent in cluster.agents.living.values())
-    assert owned.row.state == "RUNNING"
-    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-    owned.owner.tell(Cancel())
-    await owned.task
-    assert owned.log.count("not_understood") == 1
-    assert owned.row.state == "CANCELLED"
-    assert cluster.nothing_held
-
-
 def other_release(agent):
     """The agent describes itself as one of another release."""
     agent.describe = AsyncMock(side_effect=ProtocolMismatch("the agent", 1))
+
+
+@pytest.mark.parametrize("what", ["spec", "agents"])
+async def test_job_with_a_spec_or_agents_of_another_release_trains_on_until_cancelled(owned, cluster, what):
+    await owned.train(1)
+    await owned.die_with_control_plane()
+    if what == "spec":
+        write_spec_of_another_release(owned)
+    else:
+        for agent in cluster.agents.living.values():
+            other_release(agent)
+    owned.supervise(None)
+    await reached(lambda: "not_understood" in owned.log)
+    assert all(agent.running for agent in cluster.agents.living.values()) and owned.row.state == "RUNNING"
+    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
+    owned.owner.tell(Cancel())
+    await owned.task
+    assert (owned.log.count("not_understood"), owned.row.state) == (1, "CANCELLED")
+    assert cluster.nothing_held
 
 
 async def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
@@ -169,20 +172,6 @@ async def test_job_with_agents_of_another_release_trains_on_until_that_release_r
     assert owned.log.count("not_understood") == 1 and "supervision_failed" not in owned.log
     assert "the agent speaks protocol 1 and this process 2: " in owned.message("not_understood")
     assert (owned.row.state, owned.row.generation, owned.row.restarts) == ("SUCCEEDED", 1, 0)
-
-
-async def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
-    await owned.train(1)
-    await owned.die_with_control_plane()
-    for agent in cluster.agents.living.values():
-        other_release(agent)
-    owned.supervise(None)
-    await reached(lambda: "not_understood" in owned.log)
-    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-    owned.owner.tell(Cancel())
-    await owned.task
-    assert owned.row.state == "CANCELLED"
-    assert cluster.nothing_held
 
 
 async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
@@ -329,25 +318,23 @@ def log_of(store):
     return store.query(lambda session: list(session.scalars(select(Event.type))))
 
 
-def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(tried):
-    asked, paused = tried(*[RuntimeError("again")] * 8, True)
-    assert paused == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert asked == [7] + [None] * 8
+AGAIN = RuntimeError("again")
 
 
-def test_supervisor_that_lived_a_minute_resets_the_retry_pause(tried):
-    error = RuntimeError("again")
-    _, paused = tried(error, error, error, error, True, lived=[0.0, 60.0, 61.0, 0.0, 0.0])
-    assert paused == [0.5, 1.0, 0.5, 1.0]
-
-
-def test_unsupervised_job_is_looked_at_again(tried):
-    assert tried(False, False, True) == ([7, None, None], [0.5, 1.0])
-
-
-def test_lease_uncertainty_is_no_supervision_failure(tried, store):
-    assert tried(LeaseUncertain("job_1"), True) == ([7, None], [0.5])
-    assert "supervision_failed" not in log_of(store)
+@pytest.mark.parametrize(
+    ("outcomes", "lived", "pauses", "failed"),
+    [
+        ([AGAIN] * 8, 0.0, [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0], True),
+        ([AGAIN] * 4, [0.0, 60.0, 61.0, 0.0, 0.0], [0.5, 1.0, 0.5, 1.0], True),  # one that lived a minute begins anew
+        ([False, False], 0.0, [0.5, 1.0], False),  # nobody supervises it yet
+        ([LeaseUncertain("job_1")], 0.0, [0.5], False),
+    ],
+)
+def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(
+    tried, store, outcomes, lived, pauses, failed
+):
+    assert tried(*outcomes, True, lived=lived) == ([7] + [None] * len(outcomes), pauses)
+    assert ("supervision_failed" in log_of(store)) is failed
 
 
 def test_job_leased_by_another_control_plane_is_released(tried, store):

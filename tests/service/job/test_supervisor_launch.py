@@ -128,20 +128,13 @@ async def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budge
     assert cluster.nothing_held
 
 
-async def test_job_that_fails_before_its_first_step_leaves_nothing(job, cluster):
-    await job.train()
-    job.ranks[0].fail("bad_data", 1, "one clear sentence")
-    await job.task
-    assert (job.row.state, job.row.memory_kept_until) == ("FAILED", None)
-    assert cluster.nothing_held
-
-
-async def test_job_fails_without_snapshots_if_none_are_to_be_kept(job, cluster):
-    job.facts = {"memory_seconds": 0.0}
-    await job.train(1)
+@pytest.mark.parametrize(("facts", "steps"), [({}, ()), ({"memory_seconds": 0.0}, (1,))])
+async def test_job_that_fails_before_its_first_step_or_keeps_no_snapshots_leaves_nothing(job, cluster, facts, steps):
+    job.facts = facts
+    await job.train(*steps)
     job.ranks[0].fail("bad_data", 2, "one clear sentence")
     await job.task
-    assert (job.log[-1], job.row.memory_kept_until) == ("FAILED", None)
+    assert (job.row.state, job.log[-1], job.row.memory_kept_until) == ("FAILED", "FAILED", None)
     assert cluster.nothing_held
 
 
@@ -165,14 +158,6 @@ async def test_failure_that_no_restart_cures_fails_the_job_at_once(job, kind):
     await job.task
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
     assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
-
-
-async def test_job_cancelled_during_placement_is_ended_without_a_launch(job, cluster):
-    cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
-    await job.start()
-    await job.task
-    assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
-    assert cluster.nothing_held
 
 
 async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(job, cluster):
@@ -202,8 +187,12 @@ async def test_job_cancelled_during_its_launch_leaves_nothing_behind(job, cluste
     assert cluster.nothing_held
 
 
-async def test_job_cancelled_before_its_launch_gets_no_generation(job, cluster):
-    cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
+@pytest.mark.parametrize("during", ["placement", "start of its agents"])
+async def test_job_cancelled_before_its_launch_gets_no_generation(job, cluster, during):
+    if during == "placement":
+        cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    else:
+        cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
     await job.start()
     await job.task
     assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]

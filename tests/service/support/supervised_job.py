@@ -152,6 +152,11 @@ class SupervisedJob:
             agent.finish(self.spec.train.steps)
         await self.task
 
+    def stop_saving(self) -> None:
+        """From now on no trainer saves and ends when it is told to."""
+        for agent in self.ranks:
+            agent.on_save = lambda agent: None
+
     def cancel(self) -> None:
         """The user cancels the job."""
         self.store.write(lambda s: jobs.request_cancel(s, self.id))
