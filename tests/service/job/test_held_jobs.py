@@ -101,27 +101,19 @@ async def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how)
     await job.finish()
 
 
-async def test_held_job_is_cancelled_at_once(job, monkeypatch):
+@pytest.mark.parametrize(("wish", "states_after"), [("cancel", ["CANCELLING", "CANCELLED"]), ("pause", ["PAUSED"])])
+async def test_held_job_is_cancelled_or_paused_at_once_since_nothing_is_to_be_saved(
+    job, monkeypatch, wish, states_after
+):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
     await run_and_lose_all(job)
     await job.waited(1)
-    job.cancel()
+    getattr(job, wish)()
     await job.task
-    assert job.log[-3:] == ["held", "CANCELLING", "CANCELLED"]
-    assert states(job) == ["complete"], "nobody knows better"
+    assert job.log[-len(states_after) :] == states_after
+    assert (job.row.generation, states(job)) == (1, ["complete"]), "nobody knows better"
     assert job.cluster.nothing_held
-
-
-async def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
-    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
-    monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
-    await run_and_lose_all(job)
-    await job.waited(1)
-    job.pause()
-    await job.task
-    assert (job.row.state, job.row.generation, states(job)) == ("PAUSED", 1, ["complete"])
-    assert not job.cluster.agents.living and not job.cluster.groups.held
 
 
 async def test_held_job_stays_held_under_the_next_control_plane_without_a_new_event(job):

@@ -43,10 +43,6 @@ def job(store, submit, cluster):
     return context
 
 
-def read(job, query):
-    return job.record.store.query(query)
-
-
 async def launched(job):
     """The job's next generation begins, and nobody watches it."""
     await (await launch_generation(job, Launch("submitted", counts=False))).close()
@@ -105,7 +101,7 @@ async def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it
 
 async def test_launch_records_where_each_rank_runs(job, cluster):
     await launched(job)
-    rows = read(job, lambda s: ranks.of_job(s, job.id))
+    rows = job.record.store.query(lambda s: ranks.of_job(s, job.id))
     assert [(row.rank, row.tensor, row.data, row.node) for row in rows] == [
         (0, 0, 0, "one"), (1, 1, 0, "one"), (2, 0, 1, "two"), (3, 1, 1, "two")
     ]  # fmt: skip
@@ -123,7 +119,7 @@ async def test_launch_begun_by_another_control_plane_is_recorded_and_backed_up(j
     job.record.store.write(lambda session: ranks.replace(session, job.id, []))
     where = {rank: await agent.describe() for rank, agent in enumerate(job.gang.agents)}
     await finish_launch(job, 1, where)
-    rows = read(job, lambda s: ranks.of_job(s, job.id))
+    rows = job.record.store.query(lambda s: ranks.of_job(s, job.id))
     assert [(row.rank, row.node, row.generation, row.state) for row in rows] == [
         (0, "one", 1, "running"), (1, "one", 1, "running"), (2, "two", 1, "running"), (3, "two", 1, "running")
     ]  # fmt: skip
@@ -261,7 +257,7 @@ async def test_launch_fails_before_it_begins_if_an_agent_does_not_describe_itsel
     with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
         await launch_generation(job, Launch("submitted", counts=False))
     assert list(caught.value.unresponsive) == [2]
-    assert read(job, lambda s: generations.of_job(s, job.id)) == []
+    assert job.record.store.query(lambda s: generations.of_job(s, job.id)) == []
     assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
 
 
@@ -290,7 +286,7 @@ async def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job
         (1, "agent_lost", "could not be launched (no)")
     ]
     await running.close()
-    assert [row.state for row in read(job, lambda s: ranks.of_job(s, job.id))] == [
+    assert [row.state for row in job.record.store.query(lambda s: ranks.of_job(s, job.id))] == [
         "running",
         "exited",
         "running",
@@ -332,7 +328,9 @@ async def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
     with pytest.raises(OSError, match="disk"):
         await launch_generation(job, Launch("submitted", counts=False))
     assert len(asyncio.all_tasks()) == 1
-    assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
+    assert [event.type for event in job.record.store.query(lambda s: events.page(s, job.id).items)][
+        -1
+    ] == "generation_started"
 
 
 async def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):

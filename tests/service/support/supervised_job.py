@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +26,6 @@ from manta.service.store import (
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
-
-SECONDS = 60.0
 
 LAUNCHED = ["STARTING", "generation_started"]
 UP = [*LAUNCHED, "RUNNING", "first_step"]
@@ -229,13 +226,3 @@ def save_checkpoint(job: SupervisedJob, step: int, generation: int = 1) -> None:
     seal(path, Manifest(job.id, generation, step, {}, {}))
     row = job.store.write(lambda s: checkpoints.begin(s, job.id, generation, step, str(path)).id)
     job.store.write(lambda s: checkpoints.complete(s, row, 0))
-
-
-def story(body: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's coroutine, for a while at most."""
-
-    async def bounded():
-        async with asyncio.timeout(SECONDS):
-            await body()
-
-    asyncio.run(bounded())

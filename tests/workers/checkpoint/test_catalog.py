@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from checkpoint_files import saved
 
 from manta.workers.checkpoint.catalog import (
     MANIFEST,
@@ -32,15 +33,6 @@ from manta.workers.errors import CheckpointError
 
 COMPLETE, INCOMPLETE, UNKNOWN = Condition.COMPLETE, Condition.INCOMPLETE, Condition.UNKNOWN
 ERRORS = (errno.EACCES, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-
-
-def saved(folder: Path, step: int, generation: int = 1) -> Path:
-    """A made-up whole checkpoint."""
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    (path / "data").write_bytes(b"12345")
-    seal(path, Manifest("j", generation, step, {"data": 5}, {}))
-    return path
 
 
 def conditions(folder: Path) -> list[Condition]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from checkpoint_files import saved
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,9 +17,7 @@ from manta.workers.checkpoint.catalog import (
     Condition,
     ListedCheckpoint,
     Listing,
-    Manifest,
     checkpoint_path,
-    seal,
 )
 from manta.workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
 from manta.workers.storage.files import LocalFiles
@@ -91,14 +89,6 @@ def test_pruning_leaves_a_checkpoint_that_a_roll_back_cannot_undo(listed, keep, 
     old_enough = [each for each in whole_ones(listed) if newest and each.step <= newest[0].step - undoes]
     deleted = to_prune(listed, keep, generation, undoes)
     assert not undoes or not old_enough or [each for each in old_enough if each not in deleted]
-
-
-def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    if whole:
-        seal(path, Manifest("j", generation, step, {}, {}))
-    return path
 
 
 @pytest.mark.parametrize("began", [0, 2])

@@ -38,6 +38,14 @@ from manta.workers.rank import trainer_process
 from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 
+def at_rest(rig):
+    """A process whose trainer rests after generation 1, and is at its last step in the next."""
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    run.hear(1)
+    return run
+
+
 def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
     run = rig(finish)
     resume, roll_back = Resume("snapshot", 7), {"bad_step": 3, "back_to": 2, "samples": []}
@@ -152,9 +160,7 @@ def test_trainer_with_in_place_repair_rests_after_a_lost_peer_until_its_next_ord
 
 @pytest.mark.parametrize(("change", "keeps_record"), [({"rank": 1}, False), ({"spec": {"other": 1}}, True)])
 def test_order_for_another_rank_or_layout_rebuilds_the_trainer(rig, change, keeps_record):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear(1)
+    run = at_rest(rig)
     run.say(Go(order(2, in_place=True, **change)))
     run.hear(1)
     assert [trainer.comm.forgotten for trainer in run.built] == [1, 0]
@@ -208,9 +214,7 @@ def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
 
 
 def test_trainer_is_not_reopened_by_late_commands_of_older_generations(rig):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear(1)
+    run = at_rest(rig)
     for command in (Rest(3), Rest(2), SaveAndEnd(5), SaveAndEnd(4), Go(order(6, in_place=True))):
         run.say(command)
     run.hear(1)
@@ -254,9 +258,7 @@ def test_rank_told_to_save_and_end_exits_with_the_saved_status(rig):
 
 
 def test_trainer_asked_to_save_before_it_connects_remembers(rig):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear(1)
+    run = at_rest(rig)
     run.say(SaveAndEnd(2))
     run.say(Go(order(2, in_place=True)))
     run.hear(1)
