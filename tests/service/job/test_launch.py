@@ -328,9 +328,8 @@ async def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
     with pytest.raises(OSError, match="disk"):
         await launch_generation(job, Launch("submitted", counts=False))
     assert len(asyncio.all_tasks()) == 1
-    assert [event.type for event in job.record.store.query(lambda s: events.page(s, job.id).items)][
-        -1
-    ] == "generation_started"
+    (*_, last) = job.record.store.query(lambda s: events.page(s, job.id).items)
+    assert last.type == "generation_started"
 
 
 async def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):
