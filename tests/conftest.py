@@ -95,13 +95,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine function runs in an event loop of its own, for ASYNC_SECONDS at most."""
+    """A test that is a coroutine function runs in an event loop of its own, for ASYNC_SECONDS at most; what a fixture
+    made by `asynccontextmanager` is entered there."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 
     async def bounded() -> None:
-        async with asyncio.timeout(ASYNC_SECONDS):
-            await pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames})
+        async with asyncio.timeout(ASYNC_SECONDS), contextlib.AsyncExitStack() as entered:
+            given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+            for name, value in given.items():
+                if isinstance(value, contextlib._AsyncGeneratorContextManager):
+                    given[name] = await entered.enter_async_context(value)
+            await pyfuncitem.obj(**given)
 
     asyncio.run(bounded())
     return True

@@ -269,6 +269,12 @@ def service(tmp_path: Path, store: Store, shared_server: tuple[str, FakeControl]
 
 
 @pytest.fixture
+def job(service) -> dict[str, Any]:
+    """A job that was just submitted, as it was answered."""
+    return service.submit()
+
+
+@pytest.fixture
 def own_service(tmp_path: Path, store: Store) -> Iterator[Service]:
     """The same with a server of its own, whose counters begin at zero."""
     add_admin(store)

@@ -28,6 +28,7 @@ from manta.workers.timing.recording import Recording, TracedStep
 from tests.api.conftest import DOCUMENT, FakeControl
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import ADMIN, add_admin, add_key, add_keys, bearer
+from tests.api.support.problems import problem_of
 from tests.api.test_openapi import OPERATIONS
 
 ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
@@ -415,8 +416,7 @@ def test_link_signs_a_browser_in_once_with_the_rights_of_its_key(theirs, service
     assert service.http.get(f"/v1/jobs/{theirs.job}", headers=cookie).status_code == 200
     assert service.http.post(f"/v1/jobs/{theirs.job}/cancel", headers=cookie).status_code == 403
     service.http.cookies.clear()
-    again = service.http.get(asked["path"])
-    assert (again.status_code, again.json()["code"]) == (404, "link_not_good")
+    assert problem_of(service.http.get(asked["path"])) == (404, "link_not_good")
     person = service.http.get(asked["path"], headers={"Accept": "text/html,*/*;q=0.8"}, follow_redirects=False)
     assert (person.status_code, person.headers["Location"]) == (303, "/ui/")
     audited = theirs.audited()

@@ -154,8 +154,7 @@ def test_secrets_of_keys_and_links_appear_in_no_database_log_or_answer(tmp_path,
         ask("DELETE", f"/v1/keys/{ids[0]}")
         ask("GET", "/v1/jobs", key)
     store.write(lambda session: session.execute(text("SELECT 1")))
-    with store.read() as session:
-        rows = [session.execute(select(table)).all() for table in Base.metadata.sorted_tables]
+    rows = store.query(lambda session: [session.execute(select(table)).all() for table in Base.metadata.sorted_tables])
     store.close()
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     written = files + repr(rows).encode()

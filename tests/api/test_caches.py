@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from moved_clock import MovedClock
 from sqlalchemy import event, insert, select
 
 from manta.api import caches, schemas, views
@@ -31,44 +32,14 @@ from manta.workers.config import JobSpec
 from manta.workers.spec.reading import parse_job_spec
 
 
-def test_answer_cache_keeps_an_answer_until_it_is_replaced():
-    kept: AnswerCache[str, int] = AnswerCache(100)
-    assert kept.get("a") is None
-    kept.put("a", 1, 40)
-    kept.put("a", 2, 40)
-    assert kept.get("a") == 2 and kept.get("b") is None
-
-
-def test_answer_cache_evicts_the_oldest_answer_when_full():
-    kept: AnswerCache[str, str] = AnswerCache(100)
-    for name in "abc":
-        kept.put(name, name, 40)
-    assert [kept.get(name) for name in "abc"] == [None, "b", "c"]
-
-
-def test_answer_cache_replaces_an_answer_in_place_and_keeps_it_as_the_newest():
-    kept: AnswerCache[str, str] = AnswerCache(100)
-    for name in "abaab":
-        kept.put(name, name, 40)
-    assert kept.get("a") == "a" and kept.get("b") == "b"
-    kept.put("c", "c", 40)
-    assert kept.get("a") is None and kept.get("b") == "b"
-
-
-def test_answer_cache_ignores_an_answer_larger_than_its_room():
-    kept: AnswerCache[str, str] = AnswerCache(100)
-    kept.put("a", "a", 101)
-    assert kept.get("a") is None
-
-
-class Clock:
-    """Seconds that only a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.mark.parametrize(("put", "kept"), [("", ""), ("aa", "a"), ("abc", "bc"), ("abaab", "ab"), ("abaabc", "bc")])
+def test_answer_cache_keeps_the_newest_answers_that_fit(put, kept):
+    cache: AnswerCache[str, int] = AnswerCache(100)
+    cache.put("d", 0, 101)
+    for number, name in enumerate(put):
+        cache.put(name, number, 40)
+    answers = {name: number for name in "abcd" if (number := cache.get(name)) is not None}
+    assert answers == {name: put.rindex(name) for name in kept}
 
 
 @pytest.fixture
@@ -83,13 +54,20 @@ def submit(store, document) -> Callable[..., tables.Job]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> MovedClock:
+    return MovedClock()
 
 
 @pytest.fixture
 def rendered(clock) -> RenderedJobs:
     return RenderedJobs(clock)
+
+
+def listened(store: Store) -> list[str]:
+    """Statements that readers of the store execute from now on."""
+    statements: list[str] = []
+    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    return statements
 
 
 def page_of(rendered: RenderedJobs, store: Store, *filters: Any) -> Page[RenderedJob]:
@@ -115,8 +93,7 @@ def test_answer_is_the_job_with_all_its_fields(store, submit, rendered):
     job = submit()
     store.write(lambda session: setattr(jobs.get(session, job.id), "metrics", {"loss": float("nan"), "step": 1}))
     answer = rendered.one(store, job.id)
-    with store.read() as session:
-        view = views.job_view(session, jobs.get(session, job.id))
+    view = store.query(lambda session: views.job_view(session, jobs.get(session, job.id)))
     assert json.loads(answer.body) == view.model_dump(mode="json")
     assert set(json.loads(answer.body)) == set(schemas.Job.model_fields)
     assert answer.etag == view.etag
@@ -125,11 +102,11 @@ def test_answer_is_the_job_with_all_its_fields(store, submit, rendered):
 def test_unchanged_active_job_is_rendered_once_a_second(store, submit, rendered, clock, put_together):
     job_id = submit().id
     first = rendered.one(store, job_id)
-    clock.now += FRESH_SECONDS / 2
+    clock.seconds += FRESH_SECONDS / 2
     assert rendered.one(store, job_id) is first
     assert page_of(rendered, store).items == [first]
     assert put_together == [job_id]
-    clock.now += FRESH_SECONDS / 2
+    clock.seconds += FRESH_SECONDS / 2
     assert rendered.one(store, job_id) is not first
     assert put_together == [job_id] * 2
 
@@ -147,7 +124,7 @@ def test_finished_job_is_rendered_once_until_its_row_changes(
     now = datetime.fromtimestamp(store.write(end) + over_for, UTC)
     monkeypatch.setattr(caches, "datetime", SimpleNamespace(now=lambda zone: now))
     rendered.one(store, job_id)
-    clock.now += 1000 * FRESH_SECONDS
+    clock.seconds += 1000 * FRESH_SECONDS
     rendered.one(store, job_id)
     assert put_together == [job_id] * times
     store.write(lambda session: jobs.edit(session, job_id, name="new"))
@@ -184,7 +161,7 @@ def test_job_cache_evicts_jobs_no_longer_requested_when_full(store, submit, cloc
     size = len(one.body) + len(one.brief)
     rendered = RenderedJobs(clock, max_bytes=2 * size + size // 2)
     rendered.one(store, ids[0])
-    clock.now += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
+    clock.seconds += FRESH_SECONDS  # the first one is put together anew, which takes no room twice
     del put_together[:]
     for job_id in (ids[0], ids[1], ids[0], ids[2], ids[1], ids[0], ids[2]):
         rendered.one(store, job_id)
@@ -204,8 +181,7 @@ def test_page_of_cached_jobs_costs_one_query(store, submit, rendered):
     for _ in range(4):
         submit()
     page_of(rendered, store)
-    statements: list[str] = []
-    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    statements = listened(store)
     page_of(rendered, store)
     assert len([each for each in statements if each.startswith("SELECT")]) == 1
 
@@ -216,20 +192,11 @@ def pages(clock) -> RenderedPages:
 
 
 @pytest.fixture
-def submit_id(store, document):
-    def submit_id(**fields: Any) -> str:
-        spec = JobSpec.model_validate(document | fields)
-        return store.write(lambda session: jobs.create(session, spec)[0]).id
-
-    return submit_id
-
-
-@pytest.fixture
-def over(store, submit_id):
+def over(store, submit):
     """Submits a job that has been over for a while, so that nothing of it changes by itself."""
 
     def submit_and_end(**fields: Any) -> str:
-        job_id = submit_id(**fields)
+        job_id = submit(**fields).id
 
         def end(session):
             jobs.transition(session, job_id, JobState.CANCELLED)
@@ -245,8 +212,8 @@ def items(body: bytes) -> list[dict[str, Any]]:
     return json.loads(body)["items"]
 
 
-def test_rendered_page_contains_the_rendered_jobs_of_its_filter(store, submit_id, pages):
-    ids = [submit_id(name=name) for name in ("a", "b", "a")]
+def test_rendered_page_contains_the_rendered_jobs_of_its_filter(store, submit, pages):
+    ids = [submit(name=name).id for name in ("a", "b", "a")]
     page = json.loads(pages.page(store, JobFilter(name="a"), NEWEST_FIRST, 1))
     assert [job["id"] for job in page["items"]] == [ids[2]]
     assert page["items"][0] == json.loads(RenderedJobs().one(store, ids[2]).body)
@@ -259,16 +226,15 @@ def test_unchanged_job_page_costs_one_query(store, over, pages):
     for _ in range(4):
         over()
     first = pages.page(store)
-    statements: list[str] = []
-    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    statements = listened(store)
     assert pages.page(store) is first
     assert len([each for each in statements if each.startswith("SELECT")]) == 1
     assert pages.page(store, EVERY_JOB, NEWEST_FIRST, 2) is not first
 
 
 @pytest.mark.parametrize("change", ["edited", "moved on", "ended", "another", "deleted", "its metrics"])
-def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit_id, over, pages, change):
-    ids = [over(), submit_id(), over()]
+def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit, over, pages, change):
+    ids = [over(), submit().id, over()]
     before = items(pages.page(store))
 
     def act(session):
@@ -286,28 +252,21 @@ def test_rendered_page_shows_any_change_of_its_jobs_at_once(store, submit_id, ov
 
     store.write(act)
     if change == "another":
-        submit_id()
+        submit()
     after = items(pages.page(store))
     assert after != before
-    with store.read() as session:
-        there = list(session.scalars(select(Job.id).order_by(Job.id.desc())))
+    there = store.query(lambda session: list(session.scalars(select(Job.id).order_by(Job.id.desc()))))
     assert after == [json.loads(RenderedJobs().one(store, job_id).body) for job_id in there]
 
 
-def test_rendered_page_of_active_jobs_is_rebuilt_after_a_second(store, submit_id, over, pages, clock):
-    submit_id()
+@pytest.mark.parametrize("is_over", [False, True])
+def test_rendered_page_is_rebuilt_after_a_second_only_if_a_job_is_active(store, submit, over, pages, clock, is_over):
+    over() if is_over else submit()
     first = pages.page(store)
-    clock.now += FRESH_SECONDS / 2
+    clock.seconds += FRESH_SECONDS / 2
     assert pages.page(store) is first
-    clock.now += FRESH_SECONDS / 2
-    assert pages.page(store) is not first
-
-
-def test_job_page_of_finished_jobs_is_cached_until_one_changes(store, over, pages, clock):
-    over()
-    first = pages.page(store)
-    clock.now += 1000 * FRESH_SECONDS
-    assert pages.page(store) is first
+    clock.seconds += (1000 if is_over else 0.5) * FRESH_SECONDS
+    assert (pages.page(store) is first) is is_over
 
 
 def test_page_cache_evicts_a_page_when_full(store, over, clock):
@@ -369,8 +328,7 @@ def ask(store, job, rendered_series):
 
 def test_unchanged_series_costs_one_statement_and_no_transaction(store, report, ask):
     report([{"step": step, "loss": 1.0} for step in range(1, 50)])
-    first, statements = ask(), list[str]()
-    event.listen(store.database.readers, "before_cursor_execute", lambda *arguments: statements.append(arguments[2]))
+    first, statements = ask(), listened(store)
     assert ask() is first
     assert len(statements) == 1
 
@@ -426,11 +384,6 @@ def test_series_without_bins_is_marked_until_they_are_made(store, job, ask, monk
     while store.write(lambda session: metric_bins.catch_up(session, jobs.get(session, job, lock=True))):
         pass
     assert not ask().is_lagging
-
-
-def test_series_of_no_job_is_not_found(store, rendered_series):
-    with pytest.raises(JobNotFound):
-        rendered_series.one(store, "job_000000000000", ["loss"], 0, 10)
 
 
 def test_series_range_ends_at_its_until_step(report, rendered_series, store, job):

@@ -145,6 +145,7 @@ def test_streams_are_parsed_as_the_standard_says():
 
 JOB = "job_000000000001"
 EVENT_STREAM = {"accept": "text/event-stream"}
+FROM_0 = {**EVENT_STREAM, "last-event-id": "0"}
 
 
 @pytest.mark.parametrize(
@@ -174,17 +175,12 @@ EVENT_STREAM = {"accept": "text/event-stream"}
         (lambda c: c.events(JOB, "x", 7), f"GET /v1/jobs/{JOB}/events?cursor=x&limit=7", None, {}),
         (lambda c: c.all_events(JOB, "t", "x", 7), f"GET /v1/events?job={JOB}&type=t&cursor=x&limit=7", None, {}),
         (lambda c: c.logs(JOB, 0, "x", 7), f"GET /v1/jobs/{JOB}/logs?rank=0&cursor=x&limit=7", None, {}),
-        (
-            lambda c: next(c.follow_events(JOB, "0")),
-            f"GET /v1/jobs/{JOB}/events?follow=true",
-            None,
-            {**EVENT_STREAM, "last-event-id": "0"},
-        ),
+        (lambda c: next(c.follow_events(JOB, "0")), f"GET /v1/jobs/{JOB}/events?follow=true", None, FROM_0),
         (
             lambda c: next(c.follow_all_events(JOB, "t", "0")),
             f"GET /v1/events?follow=true&job={JOB}&type=t",
             None,
-            {**EVENT_STREAM, "last-event-id": "0"},
+            FROM_0,
         ),
         (lambda c: next(c.follow_logs(JOB, 0)), f"GET /v1/jobs/{JOB}/logs?follow=true&rank=0", None, EVENT_STREAM),
         (lambda c: c.ranks(JOB), f"GET /v1/jobs/{JOB}/ranks", None, {}),

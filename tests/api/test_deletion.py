@@ -7,6 +7,7 @@ import pytest
 from manta.api.client import ApiError, Client
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.logs.pages import log_file, log_folder
+from tests.api.support.problems import problem_of
 
 
 @pytest.fixture
@@ -63,16 +64,14 @@ def test_deletion_that_cannot_remove_files_names_them_and_marks_the_job_as_begun
     assert (response.status_code, response.json()["code"]) == (409, "files_not_removed")
     assert str(folder) in response.json()["detail"]
     assert service.http.get(f"/v1/jobs/{job['id']}").json()["deletion_began_at"] is not None
-    retried = service.http.post(f"/v1/jobs/{job['id']}/retry")
-    assert (retried.status_code, retried.json()["code"]) == (409, "job_being_deleted")
+    assert problem_of(service.http.post(f"/v1/jobs/{job['id']}/retry")) == (409, "job_being_deleted")
     folder.unlink()
     assert service.http.delete(f"/v1/jobs/{job['id']}").status_code == 200
 
 
 def test_cluster_that_does_not_answer_keeps_the_job(service, job, monkeypatch):
     monkeypatch.setattr(service.control, "delete", Mock(side_effect=ClusterUnavailable(TimeoutError("no answer"))))
-    response = service.http.delete(f"/v1/jobs/{job['id']}")
-    assert (response.status_code, response.json()["code"]) == (503, "cluster_unavailable")
+    assert problem_of(service.http.delete(f"/v1/jobs/{job['id']}")) == (503, "cluster_unavailable")
     monkeypatch.undo()
     assert service.http.delete(f"/v1/jobs/{job['id']}").status_code == 200
 

@@ -12,8 +12,7 @@ def patch(service, job, body, **headers):
     )
 
 
-def test_edit_changes_the_given_fields_and_keeps_the_rest(service):
-    job = service.submit()
+def test_edit_changes_the_given_fields_and_keeps_the_rest(service, job):
     service.control.asked.clear()
     response = patch(service, job, {"priority": 5})
     assert response.status_code == 200
@@ -42,14 +41,12 @@ def test_edit_beyond_64_labels_is_refused_and_changes_nothing(service):
 
 
 @pytest.mark.parametrize("states", [("STARTING", "RUNNING"), ("CANCELLED",)])
-def test_job_in_any_state_can_be_renamed(service, states):
-    job = service.submit()
+def test_job_in_any_state_can_be_renamed(service, job, states):
     service.move(job["id"], *states)
     assert patch(service, job, {"name": "better"}).json()["name"] == "better"
 
 
-def test_edit_accepts_merge_patch_content(service):
-    job = service.submit()
+def test_edit_accepts_merge_patch_content(service, job):
     response = service.http.patch(
         f"/v1/jobs/{job['id']}",
         content=b'{"priority": 1}',
@@ -78,8 +75,7 @@ def test_edit_of_an_unknown_job_is_not_found(service):
     assert (response.status_code, response.json()["code"]) == (404, "job_not_found")
 
 
-def test_etag_of_a_job_changes_only_with_its_editable_fields(service):
-    job = service.submit()
+def test_etag_of_a_job_changes_only_with_its_editable_fields(service, job):
     path = f"/v1/jobs/{job['id']}"
     etag = service.http.get(path).headers["ETag"]
     assert etag == job["etag"] == service.http.get("/v1/jobs").json()["items"][0]["etag"]
@@ -89,8 +85,7 @@ def test_etag_of_a_job_changes_only_with_its_editable_fields(service):
     assert changed.headers["ETag"] == changed.json()["etag"] == service.http.get(path).headers["ETag"] != etag
 
 
-def test_edit_with_a_stale_etag_is_refused(service):
-    job = service.submit()
+def test_edit_with_a_stale_etag_is_refused(service, job):
     assert patch(service, job, {"priority": 1}, If_Match=job["etag"]).status_code == 200
     refused = patch(service, job, {"priority": 2}, If_Match=job["etag"])
     assert (refused.status_code, refused.json()["code"]) == (412, "precondition_failed")
@@ -108,8 +103,7 @@ def test_if_match_header_is_parsed_into_etags(header, versions):
     assert versions_in(header) == versions
 
 
-def test_client_changes_a_job(service):
-    job = service.submit()
+def test_client_changes_a_job(service, job):
     with Client(service.url) as client:
         changed = client.edit(job["id"], name="better", priority=2, etag=client.job(job["id"]).etag)
         assert (changed.name, changed.spec["priority"]) == ("better", 2)

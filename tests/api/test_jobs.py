@@ -23,8 +23,7 @@ JOB_KEYS = {
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
-def test_a_submitted_job_is_queued_stored_and_announced(service):
-    job = service.submit()
+def test_a_submitted_job_is_queued_stored_and_announced(service, job):
     assert set(job) == JOB_KEYS
     assert (job["state"], job["step"], job["steps"], job["generation"]) == ("QUEUED", 0, 10, 0)
     assert job["queue"] == {"position": 1, "waiting_for": None}
@@ -188,14 +187,12 @@ def test_action_in_the_wrong_state_is_a_conflict_that_says_why(service, states, 
     assert why in response.json()["detail"] and service.control.asked == asked
 
 
-def test_a_paused_job_is_not_deleted(service):
-    job = service.submit()
+def test_a_paused_job_is_not_deleted(service, job):
     service.http.post(f"/v1/jobs/{job['id']}/pause")
     assert service.http.delete(f"/v1/jobs/{job['id']}").json()["code"] == "job_not_final"
 
 
-def test_a_running_job_shows_its_numbers(service):
-    job = service.submit()
+def test_a_running_job_shows_its_numbers(service, job):
     service.move(job["id"], "STARTING", "RUNNING")
     service.report(job["id"], [{"step": n, "loss": 3.0, "step_seconds": 0.5} for n in (1, 2, 3, 4)])
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
@@ -205,8 +202,7 @@ def test_a_running_job_shows_its_numbers(service):
     assert shown["queue"] == {"position": None, "waiting_for": None}
 
 
-def test_non_finite_numbers_are_words_in_json(service):
-    job = service.submit()
+def test_non_finite_numbers_are_words_in_json(service, job):
     service.move(job["id"], "STARTING", "RUNNING")
     rows = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": float("inf"), "grad_norm": float("-inf")}]
     service.report(job["id"], rows)
@@ -216,16 +212,14 @@ def test_non_finite_numbers_are_words_in_json(service):
     assert (series["loss"], series["grad_norm"]) == (["nan", "inf"], [None, "-inf"])
 
 
-def test_queued_job_shows_what_it_waits_for(service):
-    job = service.submit()
+def test_queued_job_shows_what_it_waits_for(service, job):
     lacks = {"needed": 4, "available": 1}
     service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
     assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})
 
 
-def test_resized_job_shows_the_layout_it_runs_in(service):
-    job = service.submit()
+def test_resized_job_shows_the_layout_it_runs_in(service, job):
     layout = ParallelConfig.model_validate(job["spec"]["parallel"]).model_copy(update={"data": 3})
     service.store.write(lambda session: jobs.set_layout(session, job["id"], layout))
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
@@ -248,9 +242,7 @@ def events_of(service, job_id):
     return service.http.get(f"/v1/jobs/{job_id}/events").json()["items"]
 
 
-def test_invalid_resize_is_refused(service):
-    job = service.submit()
-
+def test_invalid_resize_is_refused(service, job):
     def answer(body, job_id=job["id"]):
         response = service.http.post(f"/v1/jobs/{job_id}/resize", json=body)
         return response.status_code, response.json()["code"]

@@ -12,6 +12,7 @@ from manta.api import views
 from manta.api.routes import logs
 from manta.service.logs.pages import LogsInHome, LogsUnavailable, log_file, log_folder
 from manta.service.store import jobs
+from tests.api.support.problems import problem_of
 from tests.api.test_sse_server import read_stream
 
 LINES = ("step 1 loss 2.5", "WARNING: slow", "step 2 loss 2.25", "ValueError: bad", "step 3 loss 2.0")
@@ -218,5 +219,4 @@ def test_log_of_an_unknown_rank_is_refused_and_of_a_former_rank_served(service, 
 def test_logs_of_all_ranks_need_no_layout(service, job, monkeypatch):
     monkeypatch.setattr(views, "ranks_of", Mock(side_effect=AssertionError("the layout was validated")))
     assert len(texts(asked(service, job))) == 6
-    answer = service.http.get("/v1/jobs/job_000000000000/logs")
-    assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
+    assert problem_of(service.http.get("/v1/jobs/job_000000000000/logs")) == (404, "job_not_found")

@@ -121,8 +121,7 @@ def test_openapi_references_resolve_and_default_validation_errors_are_absent(api
 
 
 @pytest.mark.parametrize("resource", ["events", "logs"])
-def test_openapi_describes_stream_events_as_they_are_sent(service, api, resource):
-    job = service.submit()
+def test_openapi_describes_stream_events_as_they_are_sent(service, job, api, resource):
     service.move(job["id"], "CANCELLED")
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)

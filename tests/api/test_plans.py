@@ -21,6 +21,20 @@ PLAN = {
 }
 
 
+@pytest.fixture
+def calibrated(service):
+    """Stores a calibration in the service's home as long as the test runs; its file."""
+    made = []
+
+    def store(calibration):
+        made.append(save(Paths.of(service.control.home).machines, calibration))
+        return made[-1]
+
+    yield store
+    for path in made:
+        path.unlink()
+
+
 def test_plans_come_best_first(service):
     answer = service.http.post("/v1/plans", json=PLAN)
     assert answer.status_code == 200
@@ -35,46 +49,40 @@ def test_the_current_cluster_is_that_of_the_service(service):
     assert max(plan["gpus"] for plan in answer.json()["plans"]) <= 16
 
 
-def test_plans_use_the_cpu_calibration_of_the_home(service):
+def test_plans_use_the_cpu_calibration_of_the_home(service, calibrated):
     core = Core(9e10, 1.8e11, 30.0, 2e10, 2e-5, 2e9, 4e-5, 0.9)
     asked = PLAN | {"cluster": {"current": True}}
     assert service.http.post("/v1/plans", json=asked).json()["note"] is not None
-    path = save(Paths.of(service.control.home).machines, Calibrated(node_type(), "Abacus", 2, core))
-    try:
-        assert service.http.post("/v1/plans", json=asked).json()["note"] is None
-        (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert (machine["name"], machine["device"], machine["cores"]) == (node_type(), "Abacus", 2)
-        assert (machine["this_node"], machine["problem"], machine["constants"]["all_busy"]) == (True, None, 0.9)
-        path.write_text("{}")
-        (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert machine["constants"] is None and "calibrate again" in machine["problem"]
-        answer = service.http.post("/v1/plans", json=asked)
-        assert answer.status_code == 422 and "calibrate again" in answer.json()["errors"][0]["rule"]
-    finally:
-        path.unlink()
+    path = calibrated(Calibrated(node_type(), "Abacus", 2, core))
+    assert service.http.post("/v1/plans", json=asked).json()["note"] is None
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert (machine["name"], machine["device"], machine["cores"]) == (node_type(), "Abacus", 2)
+    assert (machine["this_node"], machine["problem"], machine["constants"]["all_busy"]) == (True, None, 0.9)
+    path.write_text("{}")
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert machine["constants"] is None and "calibrate again" in machine["problem"]
+    answer = service.http.post("/v1/plans", json=asked)
+    assert answer.status_code == 422 and "calibrate again" in answer.json()["errors"][0]["rule"]
 
 
-def test_plans_use_the_calibration_of_their_gpu_type(service):
+def test_plans_use_the_calibration_of_their_gpu_type(service, calibrated):
     asked = PLAN | {"cluster": {"accelerator": "h100", "nodes": 1, "gpus_per_node": 1}}
     before = service.http.post("/v1/plans", json=asked).json()
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     calibration = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu)
-    path = save(Paths.of(service.control.home).machines, calibration)
-    try:
-        after = service.http.post("/v1/plans", json=asked).json()
-        assert before["note"] is not None and after["note"] is None
-        assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
-        (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert (machine["name"], machine["this_node"], len(machine["constants"])) == ("h100-80gb", False, 8)
-        assert (machine["links"], machine["links_note"]) == (None, None)
-        save(path.parent, replace(calibration, links=Links(3.6e11, 3e-6, 0.1), links_problem="NCCL error"))
-        (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert machine["links"] == {"bandwidth": 3.6e11, "hop_seconds": 3e-6, "error": 0.1}
-        assert "not measured (NCCL error): what was measured before stays" in machine["links_note"]
-        path.write_text("{}")
-        assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
-    finally:
-        path.unlink()
+    path = calibrated(calibration)
+    after = service.http.post("/v1/plans", json=asked).json()
+    assert before["note"] is not None and after["note"] is None
+    assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert (machine["name"], machine["this_node"], len(machine["constants"])) == ("h100-80gb", False, 8)
+    assert (machine["links"], machine["links_note"]) == (None, None)
+    save(path.parent, replace(calibration, links=Links(3.6e11, 3e-6, 0.1), links_problem="NCCL error"))
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert machine["links"] == {"bandwidth": 3.6e11, "hop_seconds": 3e-6, "error": 0.1}
+    assert "not measured (NCCL error): what was measured before stays" in machine["links_note"]
+    path.write_text("{}")
+    assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
 
 
 SHAPE = {"layers": 8, "hidden_size": 4096, "heads": 32, "sequence_length": 2048, "vocabulary_size": 51200}
@@ -100,15 +108,12 @@ def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
     assert (len(machine["constants"]), machine["this_node"], machine["warning"]) == (8, False, None)
 
 
-def test_plan_warns_of_a_disturbed_calibration(service):
+def test_plan_warns_of_a_disturbed_calibration(service, calibrated):
     gpu = Gpu(6.8e14, 5e13, 5.5e14, 2.7e12, 2e12, 2.3e-6, 7e-6, 5e10)
     calibration = Calibrated("h100-80gb", "NVIDIA H100", 16, gpu=gpu, other_cores=3.2, spread=0.01)
-    path = save(Paths.of(service.control.home).machines, calibration)
-    try:
-        (machine,) = service.http.get("/v1/machines").json()["items"]
-        assert machine["warning"].startswith("other processes kept 3.2 of its cores busy") and machine["refined"] == {}
-    finally:
-        path.unlink()
+    calibrated(calibration)
+    (machine,) = service.http.get("/v1/machines").json()["items"]
+    assert machine["warning"].startswith("other processes kept 3.2 of its cores busy") and machine["refined"] == {}
 
 
 def test_plan_answer_includes_smaller_sizes_on_request(service):

@@ -123,8 +123,7 @@ def test_wrong_method_is_refused_with_the_allowed_ones(service):
         ("/v1/jobs/{id}/events?cursor=AAAA", "cursor"), ("/v1/jobs/{id}/checkpoints?cursor=AAAA", "cursor"),
     ],
 )  # fmt: skip
-def test_invalid_query_parameter_is_named(service, path, field):
-    job = service.submit()
+def test_invalid_query_parameter_is_named(service, job, path, field):
     problem = check(service.http.get(path.replace("{id}", job["id"])), 422, "invalid_parameter")
     assert [error["path"] for error in problem["errors"]] == [field]
 
@@ -152,8 +151,7 @@ def test_cursor_is_valid_only_for_its_own_list_and_filter(service):
     assert service.http.get(f"/v1/jobs?limit=5&cursor={of_jobs}").status_code == 200, "a page may have another size"
 
 
-def test_a_bad_last_event_id_is_refused(service):
-    job = service.submit()
+def test_a_bad_last_event_id_is_refused(service, job):
     for resource in ("events", "logs"):
         headers = {"Last-Event-ID": "x!", "Accept": "text/event-stream"}
         check(service.http.get(f"/v1/jobs/{job['id']}/{resource}", headers=headers), 422, "invalid_parameter")

@@ -21,6 +21,7 @@ from manta.service.identity import digest_of
 from manta.service.store import keys
 from tests.api.support.described_api import description_at
 from tests.api.support.keys import add_key, bearer
+from tests.api.support.problems import problem_of
 
 PUBLIC = ("manta.example.org", "other.example.org:8443")
 TERMINATED = "https that a proxy terminates, without saying so"
@@ -204,8 +205,7 @@ def test_request_whose_key_is_revoked_while_its_body_arrives_changes_nothing(ser
 
     monkeypatch.setattr(credentials, "CACHE_SECONDS", 0.0)
     monkeypatch.setattr(request_guard, "_arrived", after_revocation)
-    response = service.http.post("/v1/jobs", json=document, headers=bearer(key))
-    assert (response.status_code, response.json()["code"]) == (401, "unauthenticated")
+    assert problem_of(service.http.post("/v1/jobs", json=document, headers=bearer(key))) == (401, "unauthenticated")
     assert service.http.get("/v1/jobs").json()["items"] == []
 
 

@@ -16,6 +16,7 @@ from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.paths import Paths
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
+from tests.api.support.problems import problem_of
 from tests.api.test_sse_server import read_stream
 
 
@@ -28,8 +29,7 @@ def write_log(service, job_id, rank, *texts):
             file.write(json.dumps(entry) + "\n")
 
 
-def test_metrics_are_filtered_by_name_step_and_number_of_points(service):
-    job = service.submit()
+def test_metrics_are_filtered_by_name_step_and_number_of_points(service, job):
     service.report(job["id"], [{"step": n, "loss": 1.0 / n, "mine": n} for n in range(1, 101)])
     path = f"/v1/jobs/{job['id']}/metrics"
     everything = service.http.get(path).json()
@@ -43,8 +43,7 @@ def test_metrics_are_filtered_by_name_step_and_number_of_points(service):
     assert (few["steps"][0], few["steps"][-1]) == (1, 100)
 
 
-def test_events_come_in_pages_that_can_be_resumed(service):
-    job = service.submit()
+def test_events_come_in_pages_that_can_be_resumed(service, job):
     service.move(job["id"], "STARTING")
     path = f"/v1/jobs/{job['id']}/events"
     first = service.http.get(path, params={"limit": 1}).json()
@@ -107,17 +106,15 @@ def test_events_of_an_unknown_rank_are_refused_and_of_a_former_rank_listed(servi
         assert answer.json()["detail"].startswith(f"{job} has no rank {rank}; its ")
 
 
-def test_empty_event_page_keeps_its_cursor(service):
+def test_empty_event_page_keeps_its_cursor(service, job):
     """Else whoever comes back with what it was given last would see everything a second time."""
-    job = service.submit()
     path = f"/v1/jobs/{job['id']}/events"
     everything = service.http.get(path).json()
     nothing = service.http.get(path, params={"cursor": everything["resume_cursor"]}).json()
     assert (nothing["items"], nothing["resume_cursor"]) == ([], everything["resume_cursor"])
 
 
-def test_logs_come_by_rank_or_merged(service):
-    job = service.submit()
+def test_logs_come_by_rank_or_merged(service, job):
     path = f"/v1/jobs/{job['id']}/logs"
     assert service.http.get(path).json()["items"] == []
     write_log(service, job["id"], 0, "a0", "a1")
@@ -134,8 +131,7 @@ def test_logs_come_by_rank_or_merged(service):
     assert set(later["items"][0]) == {"time", "rank", "generation", "stream", "text", "level"}
 
 
-def test_ranks_and_checkpoints_are_shown_as_stored(service):
-    job = service.submit()
+def test_ranks_and_checkpoints_are_shown_as_stored(service, job):
     row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "node": "n1", "device": "cpu", "pid": 7, "generation": 1}
 
     def prepare(session):
@@ -194,8 +190,7 @@ def test_checkpoint_deletion_is_refused_if_the_job_needs_it_unless_forced(servic
     assert (refused.status_code, refused.json()["code"], place.exists()) == (409, "checkpoint_needed", True)
     deleted = service.http.delete(path, params={"force": "true"}).json()
     assert (deleted["state"], deleted["exists"], place.exists()) == ("deleted", False, False)
-    missing = service.http.delete(f"/v1/jobs/{job}/checkpoints/ckpt_x")
-    assert (missing.status_code, missing.json()["code"]) == (404, "checkpoint_not_found")
+    assert problem_of(service.http.delete(f"/v1/jobs/{job}/checkpoints/ckpt_x")) == (404, "checkpoint_not_found")
 
 
 def test_rank_numbers_are_shown_for_the_last_step_and_as_history(service):
@@ -245,8 +240,7 @@ def test_weights_are_exported_below_the_folder_for_that(service):
     for body, field in (*wrong, ({"to": "a", "format": "gguf"}, "format")):
         refused = service.http.post(path, json=body)
         assert (refused.status_code, refused.json()["errors"][0]["path"]) == (422, field)
-    missing = service.http.get(f"/v1/jobs/{job}/exports/export_x")
-    assert (missing.status_code, missing.json()["code"]) == (404, "export_not_found")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/exports/export_x")) == (404, "export_not_found")
 
 
 def test_waits_and_stack_of_a_rank_are_served(service):
@@ -259,8 +253,7 @@ def test_waits_and_stack_of_a_rank_are_served(service):
     }  # fmt: skip
     stack = service.http.get(f"/v1/jobs/{job}/ranks/1/stack").json()
     assert (stack["rank"], stack["pid"], stack["text"][:14]) == (1, 4711, "Current thread")
-    missing = service.http.get(f"/v1/jobs/{job}/ranks/2/stack")
-    assert (missing.status_code, missing.json()["code"]) == (404, "rank_not_found")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/ranks/2/stack")) == (404, "rank_not_found")
     assert service.http.get(f"/v1/jobs/{job}/ranks/x/stack").status_code == 422
 
 
@@ -270,8 +263,7 @@ CLASSES = [
 ]  # fmt: skip
 
 
-def test_ledger_accounts_for_every_second_of_a_job(service):
-    job = service.submit()
+def test_ledger_accounts_for_every_second_of_a_job(service, job):
     path = f"/v1/jobs/{job['id']}/ledger"
     waiting = service.http.get(path).json()
     assert list(waiting["seconds"]) == CLASSES
@@ -290,8 +282,7 @@ def test_ledger_accounts_for_every_second_of_a_job(service):
     assert service.http.get("/v1/jobs/job_000000000000/ledger").json()["code"] == "job_not_found"
 
 
-def test_job_plan_is_shown_beside_measured_steps(service):
-    job = service.submit()
+def test_job_plan_is_shown_beside_measured_steps(service, job):
     path = f"/v1/jobs/{job['id']}/plan"
     before = service.http.get(path).json()
     assert (before["planned"], before["measured"], before["compared"]) == (None, None, [])
@@ -318,11 +309,9 @@ def test_job_plan_is_shown_beside_measured_steps(service):
     assert service.http.get("/v1/jobs/job_000000000000/plan").json()["code"] == "job_not_found"
 
 
-def test_job_plan_picture_shows_the_stored_plan(service):
-    job = service.submit()
+def test_job_plan_picture_shows_the_stored_plan(service, job):
     path = f"/v1/jobs/{job['id']}/plan/picture"
-    early = service.http.get(path)
-    assert (early.status_code, early.json()["code"]) == (409, "nothing_planned")
+    assert problem_of(service.http.get(path)) == (409, "nothing_planned")
     layout = {"tensor": 2, "pipeline": 2, "data": 1}
     of_step = planned(parse_job_spec(DOCUMENT), Cluster(CpuNode(4, 2.0**33).machine(4), 1, 4))
     service.move(job["id"], "STARTING", "RUNNING")
@@ -351,8 +340,7 @@ def test_job_plan_picture_shows_the_stored_plan(service):
         {"plan": {"parallel": {}, "planned": None, "problem": "unknown"}, "measured": {"steps": {"seconds": 1.0}}},
     ],
 )
-def test_stored_plan_of_another_release_is_a_problem_text_and_no_error(service, kept):
-    job = service.submit()
+def test_stored_plan_of_another_release_is_a_problem_text_and_no_error(service, job, kept):
     service.move(job["id"], "STARTING", "RUNNING")
     service.report(job["id"], [{"step": step, "step_seconds": 0.04} for step in range(1, 8)])
     row = (job["id"], 1)
@@ -376,8 +364,7 @@ def fail_once(service, job_id):
     service.store.write(operation)
 
 
-def test_recoveries_list_cause_replaced_ranks_and_duration(service):
-    job = service.submit()
+def test_recoveries_list_cause_replaced_ranks_and_duration(service, job):
     path = f"/v1/jobs/{job['id']}/recoveries"
     assert service.http.get(path).json() == {"items": [], "next_cursor": None}
     fail_once(service, job["id"])
@@ -395,9 +382,7 @@ def test_recoveries_list_cause_replaced_ranks_and_duration(service):
 @pytest.mark.parametrize(("resource", "number", "expected"), [
     ("checkpoints", "step", [30, 20, 10]), ("recoveries", "generation", [1, 2, 3]),
 ])  # fmt: skip
-def test_resource_lists_are_paged_by_the_requested_limit(service, resource, number, expected):
-    job = service.submit()
-
+def test_resource_lists_are_paged_by_the_requested_limit(service, job, resource, number, expected):
     def prepare(session):
         for step in (10, 20, 30):
             begun = generations.begin(session, job["id"], "rank 3 was killed", True)
@@ -425,8 +410,7 @@ def test_a_node_is_drained_by_the_start_of_its_id(service):
     assert service.http.post("/v1/nodes/abcd/drain", json={}).status_code == 202
     deadlines = [f"drain within {seconds} s" for seconds in (30, 0, 120)]
     assert service.control.asked == [(each, "abcd") for each in deadlines]
-    unknown = service.http.post("/v1/nodes/0123/drain", json={})
-    assert (unknown.status_code, unknown.json()["code"]) == (404, "node_not_found")
+    assert problem_of(service.http.post("/v1/nodes/0123/drain", json={})) == (404, "node_not_found")
     assert service.http.post("/v1/nodes/abcd/drain", json={"deadline_seconds": -1}).status_code == 422
 
 

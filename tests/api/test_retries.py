@@ -6,6 +6,7 @@ import json
 import time
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -31,14 +32,10 @@ def refusal(status):
 def pauses(monkeypatch):
     """Those that were made, none of which takes any time."""
     made = []
-
-    async def sleep(seconds):
-        made.append(seconds)
-
     # Of these modules alone: there are threads that sleep in the same process.
     for module in (retries, client):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
-    monkeypatch.setattr(async_client, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(async_client, "asyncio", SimpleNamespace(sleep=AsyncMock(side_effect=made.append)))
     return made
 
 

@@ -77,32 +77,14 @@ def test_service_of_a_release_before_is_found(tmp_path):
     assert running_service(tmp_path) == announced
 
 
-class FakeControl:
-    """A control plane that remembers how it was left."""
-
-    left = ""
-    store = SimpleNamespace(location="sqlite:///there")
-
-    def __init__(self, *arguments, **options):
-        pass
-
-    def start(self):
-        pass
-
-    def restore_token(self):
-        pass
-
-    def stop(self):
-        FakeControl.left = "jobs run on"
-
-
 def test_service_that_fails_leaves_the_jobs_running(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "ControlPlane", FakeControl)
+    control = Mock(store=SimpleNamespace(location="sqlite:///there"))
+    monkeypatch.setattr(server, "ControlPlane", Mock(return_value=control))
     monkeypatch.setattr(server, "build_app", lambda *arguments: None)
     monkeypatch.setattr(server, "announce", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         server.serve(Settings(tmp_path), "127.0.0.1", 0, None, None)
-    assert FakeControl.left == "jobs run on"
+    control.stop.assert_called_once_with()
 
 
 @pytest.mark.parametrize("ray_ran", [True, False])

@@ -55,8 +55,7 @@ def tell(service, job_id, text):
     service.store.write(lambda session: events.append(session, job_id, "told", text))
 
 
-def test_event_stream_shows_past_and_new_events_and_ends_with_the_job(service):
-    job = service.submit()
+def test_event_stream_shows_past_and_new_events_and_ends_with_the_job(service, job):
     tell(service, job["id"], "before")
 
     def later():
@@ -74,8 +73,7 @@ def test_event_stream_shows_past_and_new_events_and_ends_with_the_job(service):
     assert [entry_id for entry_id, _ in entries] == [event["id"] for _, event in entries]
 
 
-def test_event_stream_resumes_after_its_last_event_id(service):
-    job = service.submit()
+def test_event_stream_resumes_after_its_last_event_id(service, job):
     for number in range(5):
         tell(service, job["id"], str(number))
     path = f"/v1/jobs/{job['id']}/events"
@@ -86,8 +84,7 @@ def test_event_stream_resumes_after_its_last_event_id(service):
 
 
 @pytest.mark.parametrize("resource", ["events", "logs"])
-def test_event_stream_begins_at_a_cursor_unless_last_event_id_is_later(service, resource):
-    job = service.submit()
+def test_event_stream_begins_at_a_cursor_unless_last_event_id_is_later(service, job, resource):
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
     for number in range(4):
@@ -114,8 +111,7 @@ def test_event_stream_of_a_finished_job_spans_several_pages(service, monkeypatch
     assert ([event["message"] for _, event in entries][1:5], len(entries), state) == (list("0123"), 6, "CANCELLED")
 
 
-def test_event_stream_of_a_finished_job_ends_by_itself(service):
-    job = service.submit()
+def test_event_stream_of_a_finished_job_ends_by_itself(service, job):
     service.move(job["id"], "CANCELLED")
     entries, state = read_stream(service, f"/v1/jobs/{job['id']}/events?follow=true", headers={"Accept": "*/*"})
     assert (len(entries), state) == (2, "CANCELLED")
@@ -123,8 +119,7 @@ def test_event_stream_of_a_finished_job_ends_by_itself(service):
 
 
 @pytest.mark.parametrize("query", ["", "?rank=0"])
-def test_log_stream_sends_line_by_line_and_resumes_after_any_line(service, query):
-    job = service.submit()
+def test_log_stream_sends_line_by_line_and_resumes_after_any_line(service, job, query):
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
     for rank in (0, 1):
@@ -140,8 +135,7 @@ def test_log_stream_sends_line_by_line_and_resumes_after_any_line(service, query
         assert rest == everything[stop + 1 :]
 
 
-def test_log_stream_contains_the_last_line_of_a_job(service):
-    job = service.submit()
+def test_log_stream_contains_the_last_line_of_a_job(service, job):
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
 
@@ -162,8 +156,7 @@ def test_log_stream_contains_the_last_line_of_a_job(service):
     assert seen == ["first", "last"]
 
 
-def test_log_stream_contains_a_last_line_written_while_the_job_ends_during_a_read(service, monkeypatch):
-    job = service.submit()
+def test_log_stream_contains_a_last_line_written_while_the_job_ends_during_a_read(service, job, monkeypatch):
     folder = log_folder(service.control.home, job["id"])
     folder.mkdir(parents=True)
     read, looks = logs.read_page, []
@@ -287,9 +280,7 @@ def test_open_event_streams_are_cheap_and_notice_that_their_client_left(service,
         assert left.acquire(timeout=20), "a stream goes on although its client left"
 
 
-def test_event_stream_of_a_job_deleted_meanwhile_ends(service):
-    job = service.submit()
-
+def test_event_stream_of_a_job_deleted_meanwhile_ends(service, job):
     def vanish(session):
         jobs.transition(session, job["id"], JobState.CANCELLED)
         deletion.begin(session, job["id"])

@@ -150,8 +150,7 @@ def ask(service, job, **parameters):
     return response, time.monotonic() - began
 
 
-def test_state_wait_is_answered_when_the_state_changes(service):
-    job = service.submit()
+def test_state_wait_is_answered_when_the_state_changes(service, job):
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(ask, service, job, wait=LONG, state="QUEUED")
         time.sleep(2 * streams.POLL_SECONDS)
@@ -179,16 +178,14 @@ async def test_state_wait_without_a_state_waits_for_a_change_of_the_current_one(
         await wait
 
 
-def test_state_wait_notices_a_change_before_the_request(service):
-    job = service.submit()
+def test_state_wait_notices_a_change_before_the_request(service, job):
     service.move(job["id"], "STARTING")
     response, seconds = ask(service, job, wait=LONG, state="QUEUED")
     assert response.json()["state"] == "STARTING"
     assert seconds < LONG / 2
 
 
-def test_state_wait_returns_at_once_for_final_changed_or_unknown_jobs(service):
-    job = service.submit()
+def test_state_wait_returns_at_once_for_final_changed_or_unknown_jobs(service, job):
     service.move(job["id"], "CANCELLED")
     for parameters in ({"wait": LONG}, {"wait": LONG, "state": "CANCELLED"}, {"wait": 0, "state": "QUEUED"}):
         response, seconds = ask(service, job, **parameters)
@@ -199,8 +196,7 @@ def test_state_wait_returns_at_once_for_final_changed_or_unknown_jobs(service):
     assert seconds < LONG / 2
 
 
-def test_state_wait_returns_the_unchanged_job_at_its_timeout(service):
-    job = service.submit()
+def test_state_wait_returns_the_unchanged_job_at_its_timeout(service, job):
     response, seconds = ask(service, job, wait=0.3)
     assert (response.status_code, response.json()["state"]) == (200, "QUEUED")
     assert seconds >= 0.3
@@ -212,9 +208,8 @@ def test_state_wait_with_an_invalid_time_or_state_is_refused(service, parameter,
     assert (response.status_code, response.json()["errors"][0]["path"]) == (422, parameter)
 
 
-def test_many_state_waits_do_not_block_other_requests_and_are_all_answered(service):
+def test_many_state_waits_do_not_block_other_requests_and_are_all_answered(service, job):
     """More than there are threads for requests."""
-    job = service.submit()
     with ThreadPoolExecutor(60) as pool:
         waiting = [pool.submit(ask, service, job, wait=LONG) for _ in range(60)]
         began = time.monotonic()
@@ -272,9 +267,7 @@ def test_state_wait_is_refused_once_its_key_is_invalid(service, monkeypatch, end
     assert ("was revoked" if "revoked_at" in ended else "has expired") in response.json()["detail"]
 
 
-def test_state_wait_is_answered_with_503_if_the_database_is_away(service, monkeypatch):
-    job = service.submit()
-
+def test_state_wait_is_answered_with_503_if_the_database_is_away(service, job, monkeypatch):
     def away(*arguments):
         raise OperationalError("SELECT", {}, Exception("database is locked"))
 
@@ -286,8 +279,7 @@ def test_state_wait_is_answered_with_503_if_the_database_is_away(service, monkey
     assert seconds < LONG / 2
 
 
-def test_client_wait_returns_when_the_job_is_final(service):
-    job = service.submit()
+def test_client_wait_returns_when_the_job_is_final(service, job):
     with Client(service.url) as client:
         assert client.job(job["id"], wait=0.1).state == "QUEUED"
         threading.Timer(0.3, service.move, (job["id"], "STARTING", "RUNNING", "SUCCEEDED")).start()

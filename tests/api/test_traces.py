@@ -16,6 +16,7 @@ from manta.service.store import generations, jobs, metrics, ranks, step_traces
 from manta.workers.config import ParallelConfig
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.conftest import DOCUMENT
+from tests.api.support.problems import problem_of
 
 PIPELINE = {"parallel": {"tensor": 1, "pipeline": 2, "data": 1}, "train": {"steps": 100, "global_batch_size": 4}}
 TIMELINE = timeline_of("1f1b", 2, 1, 4, PassTimes(1.0, 1.0, 1.0))
@@ -96,22 +97,17 @@ def test_invalid_trace_request_is_refused_with_a_reason(service, job, wanted, sa
 
 
 def test_trace_past_the_last_step_is_a_conflict_and_a_missing_trace_not_found(service, job):
-    late = service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})
-    assert (late.status_code, late.json()["code"]) == (409, "trace_not_possible")
+    assert problem_of(service.http.post(f"/v1/jobs/{job}/traces", json={"step": 101})) == (409, "trace_not_possible")
     for path in ("traces/trace_1", "traces/trace_1/perfetto"):
-        missing = service.http.get(f"/v1/jobs/{job}/{path}")
-        assert (missing.status_code, missing.json()["code"]) == (404, "trace_not_found")
+        assert problem_of(service.http.get(f"/v1/jobs/{job}/{path}")) == (404, "trace_not_found")
     service.http.post(f"/v1/jobs/{job}/traces", json={})
-    empty = service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")
-    assert (empty.status_code, empty.json()["code"]) == (404, "trace_not_found")
-    odd = service.http.get(f"/v1/jobs/{job}/traces/1")
-    assert (odd.status_code, odd.json()["code"]) == (422, "invalid_parameter")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/traces/trace_1/perfetto")) == (404, "trace_not_found")
+    assert problem_of(service.http.get(f"/v1/jobs/{job}/traces/1")) == (422, "invalid_parameter")
 
 
 def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     address = f"/v1/jobs/{job}/budget"
-    nothing = service.http.get(address)
-    assert (nothing.status_code, nothing.json()["code"]) == (409, "nothing_measured")
+    assert problem_of(service.http.get(address)) == (409, "nothing_measured")
     row = {"step_seconds": 1.0, "mfu_full": 0.25, "mfu_causal": 0.2, "seconds": {"wall": 1.0, "data_wait": 0.1}}
     rows = [{"step": step, "time": time.time(), **row} for step in range(1, 10)]
     service.store.write(lambda s: metrics.record(s, job, 1, 0, 1, rows))
@@ -125,8 +121,7 @@ def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     parts = {part["name"]: part["seconds"] for part in known["parts"]}
     assert (parts["loader"], parts["bubble"], parts["optimizer"]) == pytest.approx((0.1, 0.1, 0.1))
     assert len(known["planned"]) == len(known["parts"])
-    trace = service.http.get(address, params={"from": "trace"})
-    assert (trace.status_code, trace.json()["code"]) == (409, "nothing_measured")
+    assert problem_of(service.http.get(address, params={"from": "trace"})) == (409, "nothing_measured")
     service.http.post(f"/v1/jobs/{job}/traces", json={})
     record(service, job)
     assert service.http.get(address).json()["measured_from"] == "trace_1"
@@ -178,6 +173,12 @@ def manta(service, *command):
     return CliRunner().invoke(command_line(), [*command, "--url", service.url])
 
 
+def before_following(monkeypatch, act):
+    """`act` happens before a client follows the events of its job."""
+    follow = Client.follow_events
+    monkeypatch.setattr(Client, "follow_events", lambda self, job_id: (act(), follow(self, job_id))[1])
+
+
 def test_trace_commands_list_traces_and_print_budgets(service, job, monkeypatch):
     assert "no traces" in manta(service, "traces", job).output
     service.http.post(f"/v1/jobs/{job}/traces", json={})
@@ -192,13 +193,7 @@ def test_trace_commands_list_traces_and_print_budgets(service, job, monkeypatch)
 def test_trace_command_waits_for_its_trace_and_writes_it_as_json_or_perfetto(
     service, job, tmp_path, monkeypatch, ending
 ):
-    follow = Client.follow_events
-
-    def recorded_meanwhile(self, job_id):
-        record(service, job)
-        return follow(self, job_id)
-
-    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
+    before_following(monkeypatch, lambda: record(service, job))
     file = tmp_path / f"trace.{ending}"
     done = manta(service, "trace", job, "--output", str(file))
     assert done.exit_code == 0, done.output
@@ -213,13 +208,7 @@ def test_trace_command_says_why_there_is_no_trace(service, job, tmp_path, monkey
     wrong = manta(service, "trace", job, "--output", str(tmp_path / "trace.svg"))
     assert wrong.exit_code == 2 and "must end in .json or .pftrace" in wrong.output
     assert manta(service, "traces", job).output.startswith("no traces")
-
-    def ends_meanwhile(self, job_id):
-        service.move(job, "SUCCEEDED")
-        return follow(self, job_id)
-
-    follow = Client.follow_events
-    monkeypatch.setattr(Client, "follow_events", ends_meanwhile)
+    before_following(monkeypatch, lambda: service.move(job, "SUCCEEDED"))
     failed = manta(service, "trace", job)
     assert failed.exit_code == 1
     assert "trace_1 has failed: it did not begin: the job is SUCCEEDED" in failed.output
@@ -244,14 +233,12 @@ def test_trace_command_interrupted_while_waiting_says_that_recording_continues(s
 
 def test_trace_command_writes_profiles_beside_the_trace(service, job, tmp_path, monkeypatch):
     assert "--profile-rank needs --output" in manta(service, "trace", job, "--profile-rank", "1").output
-    follow = Client.follow_events
 
-    def recorded_meanwhile(self, job_id):
+    def record_with_a_profile():
         service.store.write(lambda s: step_traces.record_profiled(s, job, 1, 1, STEP, 1, b"zipped"))
         record(service, job)
-        return follow(self, job_id)
 
-    monkeypatch.setattr(Client, "follow_events", recorded_meanwhile)
+    before_following(monkeypatch, record_with_a_profile)
     done = manta(service, "trace", job, "--output", str(tmp_path / "trace.json"), "--profile-rank", "1")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "trace.rank-1.json.gz").read_bytes() == b"zipped"

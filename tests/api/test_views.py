@@ -107,8 +107,7 @@ def test_key_and_audit_views_show_all_fields_but_the_secret():
 
 
 def viewed(store, job_id: str) -> Any:
-    with store.read() as session:
-        return views.job_view(session, jobs.get(session, job_id))
+    return store.query(lambda session: views.job_view(session, jobs.get(session, job_id)))
 
 
 @pytest.fixture

@@ -218,6 +218,17 @@ class Manta:
         """Wait until these processes of a job have ended, though nobody may be there who notices."""
         self.until("their end", lambda: all(_has_ended(pid) for pid in pids), every=OFTEN_SECONDS)
 
+    def succeeded(self, job: str, curve: Any) -> Any:
+        """Wait until the job has succeeded, with this curve; the job."""
+        ended = self.until_state(job, "SUCCEEDED")
+        assert (found := self.curve(job)) == curve, (found, curve)
+        return ended
+
+    def cancel(self, job: str) -> None:
+        """Cancel the job and wait for its end."""
+        self.client.cancel(job)
+        self.until_state(job, "CANCELLED")
+
     def until_state(self, job: str, *states: str, seconds: float = SECONDS) -> Any:
         """Wait until the job is in one of `states`; the job."""
 

@@ -133,8 +133,7 @@ def test_full_disk_under_the_database_while_a_rank_dies(manta, disk, pair_undist
         assert manta.client.job(job).state == "RUNNING", "what can be read is answered"
     manta.until_generation(job, 2)
     assert manta.pids(job)[0] == kept
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.restarts, ended.generation) == (1, 2)
     assert manta.leftovers(job) == []
 

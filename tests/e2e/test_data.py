@@ -83,13 +83,11 @@ def test_a_kill_a_resize_and_a_pause_in_the_middle_of_a_packed_blend_change_no_b
     manta.until_state(job, "PAUSED")
     manta.client.resume(job)
     manta.until_step(job, manta.client.job(job).step + 5)
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     curve = manta.curve(job)
     clean = packed(manta, documents, 1)
     manta.until_step(clean, len(curve))
-    manta.client.cancel(clean)
-    manta.until_state(clean, "CANCELLED")
+    manta.cancel(clean)
     assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1))
     assert curve == manta.curve(clean)[: len(curve)]
 

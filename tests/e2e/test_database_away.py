@@ -38,8 +38,7 @@ def test_database_that_is_locked_while_a_rank_dies(manta, pair_undisturbed, kill
         manta.until("an error of the database", lambda: complaints(manta) > said)
         manta.endure(seconds)
         assert manta.client.job(job).state == "RUNNING", "what can be read is answered"
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.restarts, ended.generation) == (1, 2)
     assert len(manta.events(job, "ranks_replaced")[0].data["kept"]) == len(pids) - 1
     assert manta.leftovers(job) == []

@@ -37,8 +37,7 @@ def test_resized_job_continues_with_the_bits_of_an_undisturbed_one(manta):
     curve = manta.curve(job)
     clean = manta.submit(spec_of(manta, 1))
     manta.until_step(clean, len(curve))
-    manta.client.cancel(clean)
-    manta.until_state(clean, "CANCELLED")
+    manta.cancel(clean)
     assert curve == manta.curve(clean)[: len(curve)]
 
 
@@ -51,15 +50,13 @@ def test_resized_job_resumes_from_snapshots_or_checkpoints(manta, place, source)
     manta.client.resize(job, 1)
     manta.until("one replica", lambda: manta.client.job(job).parallel["data"] == 1)
     manta.until_step(job, manta.client.job(job).step + 10)
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     assert [event.data["resume_source"] for event in manta.events(job, "generation_started")] == ["start", source]
     curve = manta.curve(job)
     assert [step for step, _, _ in curve] == list(range(1, len(curve) + 1)) and manta.leftovers(job) == []
     clean = manta.submit(spec_of(manta, 1))
     manta.until_step(clean, len(curve))
-    manta.client.cancel(clean)
-    manta.until_state(clean, "CANCELLED")
+    manta.cancel(clean)
     assert curve == manta.curve(clean)[: len(curve)]
 
 
@@ -98,5 +95,4 @@ def test_resize_of_a_job_outside_its_bounds_is_refused(manta):
         assert "elastic.min_data..max_data is 2..2, so its size is fixed" in error.problem.detail
     else:
         raise AssertionError("it was not refused")
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)

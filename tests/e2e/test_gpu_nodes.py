@@ -97,8 +97,7 @@ def test_ranks_of_a_lost_gpu_node_resume_on_gpus_of_another(manta, nodes, clean)
     job = held(manta)
     lost, ranks = some_with_ranks(manta, job, nodes)
     lost.kill(job, ranks)
-    manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == clean
+    manta.succeeded(job, clean)
     (recovered,) = manta.events(job, "recovered")
     assert recovered.data["steps_redone"] <= 1 and recovered.data["source"] != "start"
     assert all(device.startswith("GPU ") for device in devices(manta, job))
@@ -141,5 +140,4 @@ def test_gpu_job_without_gpus_elsewhere_waits_despite_free_slots(manta, nodes, c
     why = "needs 4 GPUs in groups of 2 on one node, of which there are 2"
     manta.until("why", lambda: why in (manta.client.job(job).message or ""))
     two.start_again()
-    manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == clean
+    manta.succeeded(job, clean)

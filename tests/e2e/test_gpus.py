@@ -126,8 +126,7 @@ def test_gpu_job_larger_than_the_cluster_waits_without_blocking_others(manta, cl
     manta.until("why it waits", lambda: manta.client.job(job).message == why)  # Ray's own view lags a little
     assert (manta.client.job(job).state, manta.client.job(job).reason) == ("QUEUED", "insufficient_gpus")
     behind = manta.submit(manta.spec(STEPS, PAIR))
-    manta.until_state(behind, "SUCCEEDED")
-    assert manta.curve(behind) == clean
+    manta.succeeded(behind, clean)
 
 
 def test_stages_on_typed_gpus_wait_until_such_nodes_exist(manta, clean):
@@ -170,8 +169,7 @@ def test_rank_with_a_lost_agent_gets_exactly_one_gpu_again(manta, clean):
     newest = [[device] for device in held]
     manta.until("both having said so", lambda: [gpus[-1:] for gpus in seen(manta, job).values()] == newest)
     manta.release_job(job, 0)
-    manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == clean
+    manta.succeeded(job, clean)
 
 
 def test_resized_job_gives_gpus_back_and_takes_some_again_and_keeps_its_processes(manta):

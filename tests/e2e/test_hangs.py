@@ -28,8 +28,7 @@ def test_hang_of_a_stopped_rank_is_blamed_on_it_and_it_is_replaced(manta, pair_u
         process.suspend()
         manta.until_recovered(job, number + 1)
         assert not process.is_running(), "nothing is there that could wake up"
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.restarts, ended.generation) == (2, 3)
     hangs = manta.events(job, "rank_hung")
     assert [hung.rank for hung in hangs] == [1, 0]
@@ -105,8 +104,7 @@ def test_straggler_is_reported_without_any_other_effect(manta):
     assert "rank 2 holds up the others" in named.message
     assert manta.client.job(job).generation == 1
     assert manta.events(job, "rank_hung") == []
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
 
 
 @pytest.mark.soak  # what is decided: tests/service/job/test_hangs_and_stragglers.py
@@ -118,5 +116,4 @@ def test_straggler_is_replaced_under_the_replace_policy(manta):
         (lost,) = manta.until("its replacement", lambda: manta.events(job, "rank_lost"))
     assert (lost.rank, lost.data["kind"]) == (2, "straggler")
     manta.until("another process", lambda: manta.pids(job)[2] != before[2])
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)

@@ -26,8 +26,7 @@ def test_clean_job_is_accounted_for_to_the_thousandth(manta, clean_pair):
 def test_killed_rank_is_accounted_for_by_phase(manta, pair_undisturbed, kill):
     job = manta.submit_held(manta.spec(layout=PAIR, checkpoint=EVERY_STEP), 1)
     kill(manta.pids(job)[1])
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     ledger = manta.client.ledger(job)
     assert sum(ledger.seconds.values()) == pytest.approx(ledger.wall_seconds, rel=1e-3)
     assert (ledger.closed, ledger.goodput) == (True, ended.goodput)
@@ -54,6 +53,5 @@ def test_rank_that_dies_at_every_start_is_held_back_and_a_cancel_ends_the_wait(m
         for _ in range(DEATHS):
             inject("kill", 1, phase="start")
     manta.until("a wait", lambda: manta.events(job, "held_back"))
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     assert manta.leftovers(job) == []

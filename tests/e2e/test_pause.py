@@ -23,8 +23,7 @@ def test_paused_job_resumes_after_losing_control_plane_and_memory(manta, pair_un
     assert manta.events(job, "not_saved") == []
     shutil.rmtree(manta.paths.snapshot_folder(job))
     assert manta.client.resume(job).state in ("QUEUED", "STARTING")
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.restarts, ended.generation) == (0, 2)
     resumed = manta.events(job, "generation_started")[-1].data
     assert resumed == {"resume_source": "checkpoint", "resume_step": paused.step}

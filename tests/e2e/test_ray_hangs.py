@@ -39,5 +39,4 @@ def test_paused_ray_head_costs_a_running_job_nothing(manta, head, seconds):
     manta.until_state(other, "SUCCEEDED")
     assert manta.pids(job) == pids and manta.client.job(job).generation == 1
     assert not manta.events(job, "rank_lost") and not manta.events(job, "node_lost"), manta.story(job)
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)

@@ -32,8 +32,7 @@ def test_killed_rank_costs_no_more_steps_than_promised_also_after_a_recovery(man
     assert after[:3] == before[:3], "survivors keep their processes, the dead rank's own tensor peer included"
     assert after[3] != before[3]
     kill(after[2])
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    ended = manta.succeeded(job, undisturbed)
     assert (ended.restarts, ended.generation) == (2, 3)
     lost = manta.events(job, "rank_lost")
     assert [event.rank for event in lost] == [3, 2]
@@ -104,8 +103,7 @@ def test_job_loses_nothing_when_ranks_are_killed_repeatedly(manta, undisturbed, 
     manta.until_generation(job, 4)
     kill(manta.until("a trainer of generation 4", lambda: trainer_of_generation(manta, job, 4), every=OFTEN_SECONDS))
     manta.release_job(job, 0)
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == undisturbed
+    ended = manta.succeeded(job, undisturbed)
     assert ended.restarts == 4, "several that are killed together are one recovery"
 
 
@@ -126,8 +124,7 @@ def test_agent_zygote_and_daemon_are_replaced_when_killed(manta, pair_undisturbe
     manta.until_recovered(job, 2)
     assert manta.zygote().pid != zygote.pid
     manta.zygote().parent().kill()
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert ended.restarts == 3
     manta.until("nothing being left", lambda: not manta.leftovers(job))  # a new daemon measures its node in a process
 
@@ -141,8 +138,7 @@ def test_rendezvous_store_is_needed_only_at_the_start_of_a_generation(manta, pai
     store.kill()
     manta.until_step(job, manta.client.job(job).step + 3)
     kill(manta.pids(job)[1])
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert ended.restarts == 1
 
 
@@ -157,8 +153,7 @@ def test_killed_rank_resumes_from_the_newest_checkpoint_if_snapshots_are_gone(ma
     shutil.rmtree(manta.paths.snapshot_folder(job))
     newest = max(complete_checkpoints(manta, job))
     kill(manta.pids(job)[1])
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert ended.restarts == 1
     resumed = manta.events(job, "generation_started")[-1].data
     assert resumed["resume_source"] == "checkpoint"
@@ -171,8 +166,7 @@ def test_job_without_snapshots_resumes_from_its_newest_checkpoint(manta, pair_un
     assert list(manta.paths.snapshot_folder(job).glob("*.snapshot")) == []
     manta.until("the checkpoint being complete", lambda: MIDDLE in complete_checkpoints(manta, job))
     kill(manta.pids(job)[1])
-    manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    manta.succeeded(job, pair_undisturbed)
     resumed = manta.events(job, "generation_started")[-1].data
     assert (resumed["resume_source"], resumed["resume_step"]) == ("checkpoint", MIDDLE)
 
@@ -203,8 +197,7 @@ def test_job_without_allowed_restarts_fails_and_resumes_on_retry(manta, pair_und
     manta.until("the end of its processes", lambda: manta.keeps_only_snapshots(job))
     assert failed.memory_kept_until is not None
     manta.client.retry(job)
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert (ended.generation, ended.restarts, ended.memory_kept_until) == (2, 0, None)
     second = manta.events(job, "generation_started")[1]
     assert second.data["resume_source"] == "snapshot" and second.data["resume_step"] >= failed.step - 1 > 0
@@ -240,7 +233,6 @@ def test_ray_head_with_a_dead_process_is_replaced_and_snapshots_survive(manta, p
             return False
 
     manta.until("the service having taken the job up again", taken_up)
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert manta.events(job, "generation_started")[-1].data["resume_source"] == "snapshot"
     assert ended.restarts == 1

@@ -38,8 +38,7 @@ def test_training_is_undisturbed_by_the_end_of_the_service(manta):
         assert manta.pids(job) == before
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1))
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     assert manta.leftovers(job) == []
 
 
@@ -49,8 +48,7 @@ def test_rank_that_died_while_the_service_was_away(manta, pair_undisturbed, kill
     manta.kill_service()
     kill(victim)
     manta.start()
-    ended = manta.until_state(job, "SUCCEEDED")
-    assert manta.curve(job) == pair_undisturbed
+    ended = manta.succeeded(job, pair_undisturbed)
     assert ended.restarts == 1
 
 
@@ -82,8 +80,7 @@ def test_agent_that_died_while_the_service_was_away_costs_no_other_process(manta
     assert len(set(before) & set(after)) == len(before) - 1
     (recovery,) = manta.until("its record", lambda: manta.client.recoveries(job).items)
     assert recovery.kind == "agent_lost"
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1)), "what was committed while nobody listened is there"
     assert manta.leftovers(job) == []
@@ -102,8 +99,7 @@ def test_jobs_are_taken_over_in_every_state(manta, pair_undisturbed, kill):
     manta.start()
     manta.until_state(cancelled, "CANCELLED")
     for job in (starting, recovering):
-        manta.until_state(job, "SUCCEEDED")
-        assert manta.curve(job) == pair_undisturbed
+        manta.succeeded(job, pair_undisturbed)
     assert manta.events(recovering, "recovered") and not manta.events(starting, "recovered")
     for job in (starting, recovering, cancelled):
         assert manta.leftovers(job) == []
@@ -125,8 +121,7 @@ def test_change_of_size_is_carried_on_by_the_next_service(manta):
     assert manta.pids(job) == before[:1], "those who stay keep their processes"
     assert resized.restarts == 0
     assert manta.events(job, "rank_lost") == []
-    manta.client.cancel(job)
-    manta.until_state(job, "CANCELLED")
+    manta.cancel(job)
     steps = [step for step, _, _ in manta.curve(job)]
     assert steps == list(range(1, len(steps) + 1))
     assert manta.leftovers(job) == []

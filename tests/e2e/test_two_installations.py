@@ -62,5 +62,4 @@ def test_two_installations_on_one_ray_leave_each_other_alone(manta, second):
     manta.until("its end", lambda: client.job(job).state == "CANCELLED")
     manta.until_step(first_job, manta.client.job(first_job).step + 1)
     assert snapshots.is_dir() and not second.paths.snapshot_folder(job).exists()
-    manta.client.cancel(first_job)
-    manta.until_state(first_job, "CANCELLED")
+    manta.cancel(first_job)

@@ -255,74 +255,67 @@ JOB = "job_000000000001"
 FAULT = {"kind": "kill", "rank": 0, "at_step": 0, "phase": "data", "seconds": 0.0, "delay": 0.0, "hold_gil": False}
 
 
-@pytest.mark.parametrize(
-    ("command", "line", "body"),
-    [
-        ("ps", "GET /v1/jobs?limit=50", None),
-        ("ps --state failed --name a --limit 7", "GET /v1/jobs?state=FAILED&name=a&limit=7", None),
-        (
-            "ps --state failed,queued --label a=b --label c --search x --owner me --sort loss --order asc",
-            "GET /v1/jobs?state=FAILED,QUEUED&limit=50&search=x&label=a=b&label=c&owner=me&sort=loss&order=asc",
-            None,
-        ),
-        ("status JOB", "GET /v1/jobs/JOB", None),
-        ("logs JOB --rank 0", "GET /v1/jobs/JOB/logs?rank=0&limit=500", None),
-        ("logs JOB --rank 0 --follow", "GET /v1/jobs/JOB/logs?follow=true&rank=0", None),
-        (
-            "logs JOB --tail 5 --stream stderr --search a --regex b+ --level error",
-            "GET /v1/jobs/JOB/logs?limit=500&tail=5&stream=stderr&search=a&regex=b+&level=error",
-            None,
-        ),
-        ("logs JOB -f --tail 5", "GET /v1/jobs/JOB/logs?follow=true&tail=5", None),
-        (
-            "events JOB --type a --rank 0 --generation 2",
-            "GET /v1/jobs/JOB/events?limit=100&type=a&rank=0&generation=2",
-            None,
-        ),
-        ("logs JOB -f", "GET /v1/jobs/JOB/logs?follow=true", None),
-        ("events JOB", "GET /v1/jobs/JOB/events?limit=100", None),
-        ("events JOB --follow", "GET /v1/jobs/JOB/events?follow=true", None),
-        ("events --type told", "GET /v1/events?type=told&limit=1000", None),
-        ("events --type told -f", "GET /v1/events?follow=true&type=told", None),
-        ("metrics JOB", "GET /v1/jobs/JOB/metrics?after_step=0&max_points=20", None),
-        (
-            "metrics JOB --names loss,tokens --after-step 3 --max-points 7",
-            "GET /v1/jobs/JOB/metrics?names=loss,tokens&after_step=3&max_points=7",
-            None,
-        ),
-        ("cancel JOB", "POST /v1/jobs/JOB/cancel", None),
-        ("edit JOB --name a --priority 0", "PATCH /v1/jobs/JOB", {"name": "a", "priority": 0}),
-        ("edit JOB --priority 0", "PATCH /v1/jobs/JOB", {"priority": 0}),
-        ("delete JOB", "GET /v1/jobs/JOB", None),
-        ("delete JOB -y", "DELETE /v1/jobs/JOB", None),
-        ("retry JOB", "POST /v1/jobs/JOB/retry", None),
-        ("resize JOB --data 3", "POST /v1/jobs/JOB/resize", {"data": 3}),
-        ("checkpoints JOB", "GET /v1/jobs/JOB/checkpoints?limit=1000", None),
-        ("ranks JOB", "GET /v1/jobs/JOB/ranks", None),
-        ("ledger JOB", "GET /v1/jobs/JOB/ledger", None),
-        ("recoveries JOB", "GET /v1/jobs/JOB/recoveries?limit=1000", None),
-        ("inject JOB --fault kill --rank 0", "POST /v1/jobs/JOB/faults", FAULT),
-        (
-            "inject JOB --fault stop --rank 3 --at-step 5 --phase reduction --delay 0.5",
-            "POST /v1/jobs/JOB/faults",
-            {**FAULT, "kind": "stop", "rank": 3, "at_step": 5, "phase": "reduction", "delay": 0.5},
-        ),
-        (
-            "inject JOB --fault slow --rank 1 --seconds 2",
-            "POST /v1/jobs/JOB/faults",
-            {**FAULT, "kind": "slow", "rank": 1, "seconds": 2.0},
-        ),
-        (
-            "inject JOB --fault hang --rank 1 --hold-gil",
-            "POST /v1/jobs/JOB/faults",
-            {**FAULT, "kind": "hang", "rank": 1, "hold_gil": True},
-        ),
-        ("drain abcd", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 120.0}),
-        ("drain abcd --deadline 0", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 0.0}),
-        ("drain abcd --undo", "DELETE /v1/nodes/abcd/drain", None),
-        ("nodes", "GET /v1/cluster", None),
-    ],
-)
+REQUESTS = {
+    "ps": "GET /v1/jobs?limit=50",
+    "ps --state failed --name a --limit 7": "GET /v1/jobs?state=FAILED&name=a&limit=7",
+    "ps --state failed,queued --label a=b --label c --search x --owner me --sort loss --order asc": (
+        "GET /v1/jobs?state=FAILED,QUEUED&limit=50&search=x&label=a=b&label=c&owner=me&sort=loss&order=asc"
+    ),
+    "status JOB": "GET /v1/jobs/JOB",
+    "logs JOB --rank 0": "GET /v1/jobs/JOB/logs?rank=0&limit=500",
+    "logs JOB --rank 0 --follow": "GET /v1/jobs/JOB/logs?follow=true&rank=0",
+    "logs JOB --tail 5 --stream stderr --search a --regex b+ --level error": (
+        "GET /v1/jobs/JOB/logs?limit=500&tail=5&stream=stderr&search=a&regex=b+&level=error"
+    ),
+    "logs JOB -f --tail 5": "GET /v1/jobs/JOB/logs?follow=true&tail=5",
+    "events JOB --type a --rank 0 --generation 2": "GET /v1/jobs/JOB/events?limit=100&type=a&rank=0&generation=2",
+    "logs JOB -f": "GET /v1/jobs/JOB/logs?follow=true",
+    "events JOB": "GET /v1/jobs/JOB/events?limit=100",
+    "events JOB --follow": "GET /v1/jobs/JOB/events?follow=true",
+    "events --type told": "GET /v1/events?type=told&limit=1000",
+    "events --type told -f": "GET /v1/events?follow=true&type=told",
+    "metrics JOB": "GET /v1/jobs/JOB/metrics?after_step=0&max_points=20",
+    "metrics JOB --names loss,tokens --after-step 3 --max-points 7": (
+        "GET /v1/jobs/JOB/metrics?names=loss,tokens&after_step=3&max_points=7"
+    ),
+    "cancel JOB": "POST /v1/jobs/JOB/cancel",
+    "delete JOB": "GET /v1/jobs/JOB",
+    "delete JOB -y": "DELETE /v1/jobs/JOB",
+    "retry JOB": "POST /v1/jobs/JOB/retry",
+    "checkpoints JOB": "GET /v1/jobs/JOB/checkpoints?limit=1000",
+    "ranks JOB": "GET /v1/jobs/JOB/ranks",
+    "ledger JOB": "GET /v1/jobs/JOB/ledger",
+    "recoveries JOB": "GET /v1/jobs/JOB/recoveries?limit=1000",
+    "drain abcd --undo": "DELETE /v1/nodes/abcd/drain",
+    "nodes": "GET /v1/cluster",
+}
+"""What a command without a body asks for."""
+CHANGES = [
+    ("edit JOB --name a --priority 0", "PATCH /v1/jobs/JOB", {"name": "a", "priority": 0}),
+    ("edit JOB --priority 0", "PATCH /v1/jobs/JOB", {"priority": 0}),
+    ("resize JOB --data 3", "POST /v1/jobs/JOB/resize", {"data": 3}),
+    ("inject JOB --fault kill --rank 0", "POST /v1/jobs/JOB/faults", FAULT),
+    (
+        "inject JOB --fault stop --rank 3 --at-step 5 --phase reduction --delay 0.5",
+        "POST /v1/jobs/JOB/faults",
+        {**FAULT, "kind": "stop", "rank": 3, "at_step": 5, "phase": "reduction", "delay": 0.5},
+    ),
+    (
+        "inject JOB --fault slow --rank 1 --seconds 2",
+        "POST /v1/jobs/JOB/faults",
+        {**FAULT, "kind": "slow", "rank": 1, "seconds": 2.0},
+    ),
+    (
+        "inject JOB --fault hang --rank 1 --hold-gil",
+        "POST /v1/jobs/JOB/faults",
+        {**FAULT, "kind": "hang", "rank": 1, "hold_gil": True},
+    ),
+    ("drain abcd", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 120.0}),
+    ("drain abcd --deadline 0", "POST /v1/nodes/abcd/drain", {"deadline_seconds": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("command", "line", "body"), [*((*each, None) for each in REQUESTS.items()), *CHANGES])
 def test_arguments_of_each_command_reach_its_request(command, line, body, monkeypatch):
     service = SilentService()
     monkeypatch.setattr(main, "Client", lambda url: Client(url, service))

@@ -12,12 +12,7 @@ from manta.api.cli.main import command_line
 from manta.service.words import byte_count
 from tests.api.conftest import DOCUMENT
 from tests.api.support.keys import ADMIN
-
-PLAN = {
-    "model": {"layers": 4, "hidden_size": 256, "heads": 4, "sequence_length": 128, "vocabulary_size": 1000},
-    "train": {"global_batch_size": 16},
-    "cluster": {"accelerator": "a100-80gb", "nodes": 1, "gpus_per_node": 4},
-}
+from tests.api.test_plans import PLAN
 
 
 @pytest.fixture

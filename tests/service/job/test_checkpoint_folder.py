@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -67,12 +68,9 @@ async def test_checkpoint_listing_begun_before_a_request_does_not_answer_it(tmp_
 
 
 def test_checkpoint_listing_error_is_raised_to_its_caller_and_not_cached(tmp_path, monkeypatch):
-    def fail(folder, _job):
-        raise MemoryError("too many")
-
     reader = FolderReader()
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(context, "list_checkpoints", fail)
+        patch.setattr(context, "list_checkpoints", Mock(side_effect=MemoryError("too many")))
         asyncio.run(reader.list(tmp_path))
     assert asyncio.run(reader.list(tmp_path)) == Listing(tmp_path)
 

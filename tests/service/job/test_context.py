@@ -55,8 +55,7 @@ def test_cause_of_a_failed_launch_counts_once_among_failures():
 def test_failures_before_a_retry_by_the_user_are_not_counted(store, cluster, submit):
     job = submit()
     store.write(lambda s: setattr(jobs.get(s, job.id), "retried_at", 2.9))
-    with store.read() as session:
-        context = JobContext.of(store, cluster, jobs.get(session, job.id), memory_seconds=7.0)
+    context = store.query(lambda session: JobContext.of(store, cluster, jobs.get(session, job.id), memory_seconds=7.0))
     assert at(*context.history.failures(LIVES)) == [("exception", 4.5)]
     assert (context.history.retried_at, context.memory_seconds) == (2.9, 7.0)
 
@@ -73,8 +72,7 @@ def test_gang_uses_the_stored_layout_rather_than_the_submitted_one(store, cluste
     job = submit(**ELASTIC)
     smaller = JobContext.of(store, cluster, job).submitted.layout.model_copy(update={"tensor": 1, "data": 3})
     store.write(lambda s: jobs.set_layout(s, job.id, smaller))
-    with store.read() as session:
-        context = JobContext.of(store, cluster, jobs.get(session, job.id))
+    context = store.query(lambda session: JobContext.of(store, cluster, jobs.get(session, job.id)))
     assert (context.gang.layout.tensor, context.gang.layout.data) == (1, 3)
     assert (context.submitted.layout.tensor, context.submitted.layout.data) == (2, 2)
 

@@ -127,18 +127,11 @@ def test_hang_watch_spares_a_rank_that_moves_between_two_looks(watch):
     assert agents[0].kills == []
 
 
-def test_hang_watch_needs_two_consecutive_looks_that_agree(watch):
-    """Two looks in a row must agree, not two of any."""
-    agents = [agent(overdue=lambda asked: asked != 2), agent(waits_for=0, overdue=True)]
-    watch(agents, lambda events, lost: agents[0].kills)
-    assert agents[0].asked == 4
-
-
-def test_hang_watch_keeps_looking_while_the_culprit_may_continue(watch):
-    agents = [agent(overdue=lambda asked: asked > 5), agent(waits_for=0, overdue=True)]
+@pytest.mark.parametrize(("overdue", "asked"), [(lambda asked: asked != 2, 4), (lambda asked: asked > 5, 7)])
+def test_hang_watch_keeps_looking_until_two_looks_in_a_row_agree(watch, overdue, asked):
+    agents = [agent(overdue=overdue), agent(waits_for=0, overdue=True)]
     events, _ = watch(agents, lambda events, lost: agents[0].kills)
-    assert [event.rank for event in events] == [0]
-    assert agents[0].asked > 5
+    assert ([event.rank for event in events], agents[0].asked) == ([0], asked)
 
 
 def test_hang_watch_gives_up_a_silent_agent_that_others_wait_for(watch):
@@ -151,18 +144,15 @@ def test_hang_watch_gives_up_a_silent_agent_that_others_wait_for(watch):
 def test_hang_watch_gives_up_an_agent_that_falls_silent_before_the_kill(watch, monkeypatch):
     monkeypatch.setattr(hangs_and_stragglers, "KILL_SECONDS", 0.05)
     agents = [agent(waits_for=1), agent(overdue=True)]
-
-    async def kill(*arguments):
-        await asyncio.Event().wait()
-
-    agents[1].kill = kill
+    agents[1].kill = lambda *arguments: asyncio.Event().wait()
     (hung,), lost = watch(agents, lambda events, lost: lost)
     assert (hung.kind, hung.rank) == ("rank_hung", 1)
     assert lost == [(1, "stands still, and its agent does not answer")]
 
 
-def test_hang_watch_ignores_a_dead_agent(watch):
-    agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), agent(dead=True)]
+@pytest.mark.parametrize("has_agent", [True, False])
+def test_hang_watch_ignores_a_dead_agent_or_a_rank_without_one(watch, has_agent):
+    agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), agent(dead=True) if has_agent else None]
     assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
 
 
@@ -236,11 +226,6 @@ def test_hang_of_a_gang_gives_up_ranks_whose_agents_do_not_answer(watch):
     (hung,), lost = watch(agents, lambda events, lost: agents[0].kills and agents[1].kills and lost)
     assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
     assert lost == [(2, "stands still, and its agent does not answer")]
-
-
-def test_hang_watch_ignores_a_rank_without_an_agent(watch):
-    agents = [agent(waits_for=1, overdue=lambda asked: asked < 9), None]
-    assert watch(agents, lambda events, lost: agents[0].asked >= 9) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -345,14 +330,9 @@ def test_hang_of_devices_with_agreeing_nccl_records_ends_the_whole_gang(watch, k
     assert "all that share collective 3 along world with rank 0 have come to it, and it does not end" in hung.message
 
 
-def test_hang_watch_skips_nccl_records_if_the_culprit_is_known(watch):
-    agents = [on_device(), on_device(waits=False), on_device()]
+@pytest.mark.parametrize(("pending", "where"), [(3, "forward of micro-batch 2"), (0, "backward of micro-batch 1")])
+def test_hang_of_a_known_culprit_is_described_by_its_device_or_the_host_of_an_idle_one(watch, pending, where):
+    agents = [on_device(), on_device(waits=False, pending=pending), on_device()]
     agents[1].flight = FlightRecord()
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
-    assert (hung.rank, hung.message) == (1, "rank 1 stood still for 1.6 s in forward of micro-batch 2")
-
-
-def test_hang_of_a_rank_with_an_idle_device_is_described_by_its_host(watch):
-    agents = [on_device(), on_device(waits=False, pending=0), on_device()]
-    ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
-    assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"
+    assert (hung.rank, hung.message) == (1, f"rank 1 stood still for 1.6 s in {where}")

@@ -1,6 +1,7 @@
 """A job whose newest state cannot be read is held until it can, and loses nothing meanwhile."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -20,11 +21,6 @@ def short_waits(short_waits, monkeypatch):
     """A job that is held looks again after a millisecond, too."""
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 0.001)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 0.001)
-
-
-@pytest.fixture
-def job(two_replicas, cluster):
-    return two_replicas(cluster)
 
 
 def folder_of(job):
@@ -52,9 +48,7 @@ async def save_unheard(job, step):
 
 async def run_and_lose_all(job):
     """The job commits three steps with a checkpoint of the second; then its folder, memory and trainers are gone."""
-    await job.start()
-    await job.watched(1)
-    await job.commit(1, 2, 3)
+    await job.train(1, 2, 3)
     await save(job, 2)
     folder_of(job).rename(folder_of(job).parent / "elsewhere")
     job.cluster.agents.memory.clear()
@@ -67,8 +61,7 @@ def fetch_snapshots(job):
 
 
 def states(job):
-    with job.store.read() as session:
-        return [row.state for row in checkpoints.page(session, job.id).items]
+    return job.store.query(lambda session: [row.state for row in checkpoints.page(session, job.id).items])
 
 
 async def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
@@ -81,8 +74,7 @@ async def test_held_job_resumes_by_itself_once_its_checkpoint_is_readable(job):
     assert (job.row.reason, job.row.message) == (None, None)
     assert all(agent.orders[-1].resume.step == 2 for agent in job.ranks)
     assert {agent.orders[-1].resume.began for agent in job.ranks} == {1}
-    await job.commit(3, 4)
-    await job.finish()
+    await job.finish(3, 4)
     assert job.log[4:9] == [*SAVED, "RECOVERING", "rank_lost", "held"]
     assert job.log.count("held") == 1, "once, not at each look"
     assert f"the folder {folder_of(job)} is not there" in job.message("held")
@@ -109,27 +101,19 @@ async def test_rank_that_does_not_run_has_no_pid_while_the_job_is_held(job, how)
     await job.finish()
 
 
-async def test_held_job_is_cancelled_at_once(job, monkeypatch):
+@pytest.mark.parametrize(("wish", "states_after"), [("cancel", ["CANCELLING", "CANCELLED"]), ("pause", ["PAUSED"])])
+async def test_held_job_is_cancelled_or_paused_at_once_since_nothing_is_to_be_saved(
+    job, monkeypatch, wish, states_after
+):
     monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
     monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
     await run_and_lose_all(job)
     await job.waited(1)
-    job.cancel()
+    getattr(job, wish)()
     await job.task
-    assert job.log[-3:] == ["held", "CANCELLING", "CANCELLED"]
-    assert states(job) == ["complete"], "nobody knows better"
+    assert job.log[-len(states_after) :] == states_after
+    assert (job.row.generation, states(job)) == (1, ["complete"]), "nobody knows better"
     assert job.cluster.nothing_held
-
-
-async def test_held_job_is_paused_at_once_since_nothing_is_to_be_saved(job, monkeypatch):
-    monkeypatch.setattr(durable_state, "INITIAL_HOLD_SECONDS", 1000.0)
-    monkeypatch.setattr(durable_state, "MAX_HOLD_SECONDS", 1000.0)
-    await run_and_lose_all(job)
-    await job.waited(1)
-    job.pause()
-    await job.task
-    assert (job.row.state, job.row.generation, states(job)) == ("PAUSED", 1, ["complete"])
-    assert not job.cluster.agents.living and not job.cluster.groups.held
 
 
 async def test_held_job_stays_held_under_the_next_control_plane_without_a_new_event(job):
@@ -142,8 +126,7 @@ async def test_held_job_stays_held_under_the_next_control_plane_without_a_new_ev
     job.supervise(None)
     await job.waited(2)
     fetch_snapshots(job)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.log.count("held") == 1
     assert job.generations[1][1:] == ("checkpoint", 2)
 
@@ -156,17 +139,13 @@ async def test_trainer_that_cannot_read_the_checkpoint_is_retried_without_end(tw
         await job.watched(generation)
         assert job.ranks[0].orders[-1].resume.step == 2
         job.ranks[0].fail("unreadable_checkpoint", 3, "the checkpoint cannot be read")
-    await job.watched(6)
-    await job.commit(3)
-    await job.finish()
+    await job.finish(3, generation=6)
     assert job.log.count("held") == 1
     assert job.row.state == "SUCCEEDED"
 
 
 async def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(job):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1, 2)
+    await job.train(1, 2)
     await save_unheard(job, 2)
     folder = folder_of(job)
     folder.rename(folder.with_name("elsewhere"))
@@ -178,8 +157,7 @@ async def test_job_is_held_for_a_checkpoint_whose_completion_was_not_reported(jo
     assert (job.row.state, job.row.reason, states(job)) == ("RECOVERING", "held", ["saving"])
     folder.unlink()
     fetch_snapshots(job)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1][1:] == ("checkpoint", 2)
     assert states(job) == ["complete"]
 
@@ -190,8 +168,7 @@ async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, clust
     for generation in (1, 2, 3, 4):
         await job.watched(generation)
         job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
-    await job.watched(5)
-    await job.finish()
+    await job.finish(generation=5)
     assert job.message("held") == (
         "held until this is possible: the tokens cannot be kept in /cache (No space left on device). "
         f"`manta cancel {job.id}` ends it"
@@ -205,23 +182,18 @@ async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, clust
 )
 async def test_job_that_a_node_cannot_serve_for_now_is_held_and_says_why(two_replicas, cluster, kind, until):
     job, why = two_replicas(cluster, recovery={"max_restarts": 1}), "/data cannot be read on a now (Input/output error)"
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     for generation in (1, 2, 3, 4):
         await job.watched(generation)
         job.ranks[0].fail(kind, 2, why)
-    await job.watched(5)
-    await job.finish()
+    await job.finish(generation=5)
     assert job.message("held") == f"held until {until}: {why}. `manta cancel {job.id}` ends it"
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 
 @pytest.mark.parametrize("trouble", ["the folder is gone", "an error"])
 async def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeypatch, trouble):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     await save(job, 1)
     folder_of(job).rename(folder_of(job).parent / "elsewhere")
     if trouble == "an error":
@@ -231,9 +203,7 @@ async def test_finished_job_succeeds_despite_unreadable_checkpoints(job, monkeyp
 
 
 async def test_job_without_any_complete_checkpoint_begins_at_the_start(job):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     job.cluster.agents.memory.clear()
     for agent in job.ranks:
         agent.die()
@@ -252,14 +222,7 @@ def test_launch_held_for_an_unreadable_checkpoint_resets_failed_launches(monkeyp
     held = object.__new__(Supervisor)
     held._job, held._history = None, FailureHistory(0.0)
     held._history.failed_launches.append("a failure")
-
-    async def unreadable(job, launch):
-        raise CheckpointsUnreadable("not mounted")
-
-    async def hold(launch, why):
-        return launch, why
-
-    held._wait_before_retry = hold
-    monkeypatch.setattr(supervisor, "launch_generation", unreadable)
+    held._wait_before_retry = AsyncMock(side_effect=lambda launch, why: (launch, why))
+    monkeypatch.setattr(supervisor, "launch_generation", AsyncMock(side_effect=CheckpointsUnreadable("not mounted")))
     assert asyncio.run(held._launch("launch")) == ("launch", "not mounted")
     assert held._history.failed_launches == []

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from functools import partial
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -26,7 +27,6 @@ from manta.workers.protocol.messages import AgentDescription, Resume
 from manta.workers.protocol.reports import TrainerStatus
 from tests.service.support.control_planes import start_training
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
 
 
@@ -43,9 +43,9 @@ def job(store, submit, cluster):
     return context
 
 
-def read(job, query):
-    with job.record.store.read() as session:
-        return query(session)
+async def launched(job):
+    """The job's next generation begins, and nobody watches it."""
+    await (await launch_generation(job, Launch("submitted", counts=False))).close()
 
 
 def test_launch_order_has_place_resume_point_and_device_peak_of_its_rank(job, cluster):
@@ -74,7 +74,7 @@ def test_launch_order_of_a_gpu_rank_allows_in_place_rest_only_after_a_repair_tes
     assert (on_slot.in_place, on_slot.tries_repair) == (True, False), "links need not be tried"
 
 
-def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passed(job, monkeypatch):
+async def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passed(job, monkeypatch):
     real = [agent.describe for agent in job.gang.agents]
 
     def with_gpu(describe):
@@ -86,9 +86,6 @@ def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passe
     for agent, describe in zip(job.gang.agents, real, strict=True):
         monkeypatch.setattr(agent, "describe", with_gpu(describe))
 
-    async def generation():
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
-
     def say(passed):
         data = {"passed": passed}
         job.record.store.write(lambda s: events.append(s, job.id, "repair_self_test", "tried", data=data))
@@ -97,15 +94,14 @@ def test_repair_over_nccl_is_tested_in_the_first_generation_and_used_if_it_passe
     for result in (None, False, True):
         if result is not None:
             say(result)
-        story(generation)
+        await launched(job)
         said += [(order.tries_repair, order.in_place) for order in [job.gang.agents[0].orders[-1]]]
     assert said == [(True, False), (False, False), (False, True)]
 
 
 async def test_launch_records_where_each_rank_runs(job, cluster):
-    running = await launch_generation(job, Launch("submitted", counts=False))
-    await running.close()
-    rows = read(job, lambda s: ranks.of_job(s, job.id))
+    await launched(job)
+    rows = job.record.store.query(lambda s: ranks.of_job(s, job.id))
     assert [(row.rank, row.tensor, row.data, row.node) for row in rows] == [
         (0, 0, 0, "one"), (1, 1, 0, "one"), (2, 0, 1, "two"), (3, 1, 1, "two")
     ]  # fmt: skip
@@ -116,18 +112,14 @@ async def test_launch_records_where_each_rank_runs(job, cluster):
     assert all(agent.backs_up_to is not None for agent in job.gang.agents)
 
 
-def test_launch_begun_by_another_control_plane_is_recorded_and_backed_up(job, cluster):
-    async def body():
-        running = await launch_generation(job, Launch("submitted", counts=False))
-        await running.close()
-        for agent in job.gang.agents:
-            agent.backs_up_to = None
-        job.record.store.write(lambda session: ranks.replace(session, job.id, []))
-        where = {rank: await agent.describe() for rank, agent in enumerate(job.gang.agents)}
-        await finish_launch(job, 1, where)
-
-    story(body)
-    rows = read(job, lambda s: ranks.of_job(s, job.id))
+async def test_launch_begun_by_another_control_plane_is_recorded_and_backed_up(job, cluster):
+    await launched(job)
+    for agent in job.gang.agents:
+        agent.backs_up_to = None
+    job.record.store.write(lambda session: ranks.replace(session, job.id, []))
+    where = {rank: await agent.describe() for rank, agent in enumerate(job.gang.agents)}
+    await finish_launch(job, 1, where)
+    rows = job.record.store.query(lambda s: ranks.of_job(s, job.id))
     assert [(row.rank, row.node, row.generation, row.state) for row in rows] == [
         (0, "one", 1, "running"), (1, "one", 1, "running"), (2, "two", 1, "running"), (3, "two", 1, "running")
     ]  # fmt: skip
@@ -150,11 +142,7 @@ def with_cores(store, submit, tmp_path):
 
 def threads_launched(job):
     """With how many threads each rank is told to compute in the next generation."""
-
-    async def body():
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
-
-    story(body)
+    asyncio.run(launched(job))
     return [agent.orders[-1].spec["resources"]["threads"] for agent in job.gang.agents]
 
 
@@ -198,7 +186,7 @@ def test_ranks_on_gpus_compute_with_one_thread_as_before(with_cores):
 async def test_launch_orders_include_earlier_roll_backs(job):
     undone = {"step": 4, "samples": [1, 2]}
     job.record.store.write(lambda s: events.append(s, job.id, "rolled_back", "step 4 was undone", data=undone))
-    await (await launch_generation(job, Launch("submitted", counts=False))).close()
+    await launched(job)
     assert [agent.orders[-1].roll_backs for agent in job.gang.agents] == [(undone,)] * 4
 
 
@@ -238,7 +226,7 @@ async def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
 
     secrets = []
     for _ in range(2):
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+        await launched(job)
         (secret,) = given()
         assert len(bytes.fromhex(secret)) == 32
         secrets.append(secret)
@@ -248,7 +236,7 @@ async def test_ranks_of_a_generation_get_a_secret_of_its_own(job):
 async def test_order_says_with_which_generation_the_state_began(job):
     began = []
     for _ in range(2):
-        await (await launch_generation(job, Launch("submitted", counts=False))).close()
+        await launched(job)
         (order, *_) = [agent.orders[-1] for agent in job.gang.agents]
         began.append((order.generation, order.resume.source, order.resume.began))
         for agent in job.gang.agents:
@@ -260,7 +248,7 @@ async def test_launch_on_one_machine_uses_a_loopback_store(store, submit, tmp_pa
     cluster = FakeCluster(tmp_path, one=4)
     context = JobContext.of(store, cluster, submit(parallel={"tensor": 2, "data": 2}))
     await context.gang.place(1, context.submitted, ())
-    await (await launch_generation(context, Launch("submitted", counts=False))).close()
+    await launched(context)
     assert cluster.daemons._daemon("one").stores == [(context.id, 1, True)]
 
 
@@ -269,7 +257,7 @@ async def test_launch_fails_before_it_begins_if_an_agent_does_not_describe_itsel
     with pytest.raises(LaunchFailed, match=r"rank 2 could not be launched \(the actor is dead\)") as caught:
         await launch_generation(job, Launch("submitted", counts=False))
     assert list(caught.value.unresponsive) == [2]
-    assert read(job, lambda s: generations.of_job(s, job.id)) == []
+    assert job.record.store.query(lambda s: generations.of_job(s, job.id)) == []
     assert job.gang.nodes == {0: "one", 1: "one", 2: "two", 3: "two"}, "a place is known of those that are silent too"
 
 
@@ -281,7 +269,7 @@ async def test_launch_needs_no_ray_call_if_the_daemon_answered_before(job, clust
     with pytest.raises(ClusterUnavailable):
         await launch_generation(job, Launch("submitted", counts=False))
     cluster.daemons.remembered.add("one")
-    await (await launch_generation(job, Launch("submitted", counts=False))).close()
+    await launched(job)
     assert cluster.daemons._daemon("one").stores == [(job.id, 1, False)]
 
 
@@ -298,7 +286,7 @@ async def test_launch_order_refused_by_an_agent_is_a_death_and_stops_backups(job
         (1, "agent_lost", "could not be launched (no)")
     ]
     await running.close()
-    assert [row.state for row in read(job, lambda s: ranks.of_job(s, job.id))] == [
+    assert [row.state for row in job.record.store.query(lambda s: ranks.of_job(s, job.id))] == [
         "running",
         "exited",
         "running",
@@ -336,14 +324,12 @@ async def test_straggler_that_was_replaced_is_not_replaced_again_in_the_next_gen
 
 
 async def test_launch_that_breaks_off_leaves_no_task_running(job, monkeypatch):
-    async def broken(*arguments):
-        raise OSError("the disk is full")
-
-    monkeypatch.setattr(job.record, "launched", broken)
+    monkeypatch.setattr(job.record, "launched", AsyncMock(side_effect=OSError("the disk is full")))
     with pytest.raises(OSError, match="disk"):
         await launch_generation(job, Launch("submitted", counts=False))
     assert len(asyncio.all_tasks()) == 1
-    assert [event.type for event in read(job, lambda s: events.page(s, job.id).items)][-1] == "generation_started"
+    (*_, last) = job.record.store.query(lambda s: events.page(s, job.id).items)
+    assert last.type == "generation_started"
 
 
 async def test_first_step_is_recorded_after_the_launch_is(job, monkeypatch):

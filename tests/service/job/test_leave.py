@@ -1,6 +1,7 @@
 """A job gives its places back before its last step, and goes on later: pauses, and the end of its time."""
 
 import asyncio
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -13,11 +14,9 @@ from manta.service.states import JobState
 from manta.service.store import checkpoints, generations, jobs, pauses_and_retries
 from manta.workers.checkpoint.catalog import Listing, checkpoint_path
 from tests.service.support.fake_agents import FakeAgent
-from tests.service.support.supervised_job import save_checkpoint, story
+from tests.service.support.supervised_job import UP, save_checkpoint
 
-UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 PAUSED = ["PAUSING", "not_saved", "PAUSED"]
-AGAIN = ["QUEUED", "STARTING", "generation_started", "RUNNING", "first_step"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,69 +38,55 @@ def job(two_replicas, cluster):
     return made
 
 
-async def up(job, *steps):
-    await job.start()
-    await job.watched(1)
-    await job.commit(*steps)
-
-
-async def gone(job):
-    """Return when the supervisor has let the job go."""
-    await job.task
-
-
 async def test_paused_job_holds_only_its_snapshots_and_resumes_from_them(job, cluster):
-    await up(job, 1, 2)
+    await job.train(1, 2)
     save_checkpoint(job, 2)
     job.pause()
-    await gone(job)
+    await job.task
     assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
     assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` continues it"
     assert not cluster.agents.living and not cluster.groups.held
     assert job.rank_states == ["exited"] * 4
     assert all(cluster.agents.memory["one"].values())
     await job.resume()
-    await job.watched(2)
-    await job.commit(3)
-    await job.finish()
-    assert job.log == [*UP, "PAUSING", "PAUSED", *AGAIN, "SUCCEEDED"]
+    await job.finish(3, generation=2)
+    assert job.log == [*UP, "PAUSING", "PAUSED", "QUEUED", *UP, "SUCCEEDED"]
     assert job.generations[1] == ("resumed by the user", "snapshot", 2)
     assert (job.row.restarts, job.recoveries) == (0, [])
     assert cluster.nothing_held
 
 
 async def test_memory_that_is_lost_in_the_pause_is_made_up_for_by_the_checkpoint(job, cluster):
-    await up(job, 1, 2)
+    await job.train(1, 2)
     save_checkpoint(job, 2)
     job.pause()
-    await gone(job)
+    await job.task
     cluster.agents.memory.clear()
     await job.resume()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1] == ("resumed by the user", "checkpoint", 2)
 
 
 async def test_pause_asks_one_agent_after_another_until_one_accepts(job, cluster):
-    await up(job, 1)
+    await job.train(1)
     for agent in job.ranks:
         agent.refuse("tell save_and_end", "cannot do that now")
     job.pause()
     await asyncio.sleep(0.05)
     assert job.row.state == "PAUSING"
     job.ranks[3]._refused.clear()
-    await gone(job)
+    await job.task
     assert [agent.asked_to_save for agent in cluster.agents.ended] == [[], [], [], [1]]
     assert job.row.state == "PAUSED"
 
 
 async def test_pause_reports_steps_that_are_on_no_checkpoint(job):
-    await up(job, 1, 2)
+    await job.train(1, 2)
     for step in (1, 2):
         save_checkpoint(job, step)
     await job.commit(3)
     job.pause()
-    await gone(job)
+    await job.task
     assert job.log == [*UP, *PAUSED]
     assert job.message("not_saved").startswith(
         "the state of step 3 is in memory alone, the newest checkpoint is of step 2"
@@ -112,21 +97,20 @@ async def test_pause_and_resume_are_no_restart_despite_clock_differences(job):
     def shift(session):
         generations.of_job(session, job.id)[-1].started_at += 3600.0  # by a clock that is fast, or was set back since
 
-    await up(job, 1)
+    await job.train(1)
     job.pause()
-    await gone(job)
+    await job.task
     job.store.write(shift)
     await job.resume()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1] == ("resumed by the user", "snapshot", 1)
     assert job.row.restarts == 0
 
 
 async def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
-    await up(job, 1, 2)
+    await job.train(1, 2)
     job.pause()
-    await gone(job)
+    await job.task
     assert job.message("not_saved") == (
         "the state of step 2 is in memory alone, there is no checkpoint: what its nodes lose is done again"
     )
@@ -148,20 +132,16 @@ def test_pause_without_snapshots_says_that_the_unsaved_state_is_lost(saved, newe
 
 
 async def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
-    await up(job, 1)
-
-    async def unreadable(folder, *_):
-        raise OSError("Input/output error")
-
-    job.supervisor._job.folder_reader.list = unreadable
+    await job.train(1)
+    job.supervisor._job.folder_reader.list = AsyncMock(side_effect=OSError("Input/output error"))
     job.pause()
-    await gone(job)
+    await job.task
     assert job.log == [*UP, "PAUSING", "PAUSED"], "nothing is said of what is not known"
     assert not cluster.agents.living and not cluster.groups.held
 
 
 async def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
-    await up(job, 1, 2)
+    await job.train(1, 2)
     save_checkpoint(job, 1)
     path = checkpoint_path(job.cluster.paths.checkpoint_folder(job.id), 2, 1)
     job.store.write(lambda s: checkpoints.begin(s, job.id, 1, 2, str(path)))
@@ -171,15 +151,14 @@ async def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
 
     job.supervisor._job.folder_reader.list = silent
     job.pause()
-    await gone(job)
+    await job.task
     assert job.message("not_saved").endswith("the newest checkpoint is of step 1: what its nodes lose is done again")
 
 
 @pytest.mark.parametrize("died", ["rank", "agent"])
 async def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(job, cluster, died):
-    await up(job, 1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    await job.train(1)
+    job.stop_saving()
     job.pause()
     await job.cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
     lost = job.ranks[1]
@@ -191,14 +170,14 @@ async def test_pause_is_completed_after_recovering_a_rank_that_dies_meanwhile(jo
     await cluster.agents.until(lambda: len(job.ranks[0].orders) == 2)
     for agent in job.ranks:
         agent.save_and_exit()
-    await gone(job)
+    await job.task
     assert job.log[:6] == [*UP, "PAUSING", "rank_lost"]
     assert job.log[-2:] == ["not_saved", "PAUSED"]
     assert (job.row.generation, job.row.restarts) == (2, 1)
 
 
 async def test_pause_recovers_a_rank_lost_after_others_have_saved(job, cluster):
-    await up(job, 1)
+    await job.train(1)
     job.ranks[0].on_save = lambda agent: [each.save_and_exit() for each in job.ranks[:3]]
     for agent in job.ranks[1:]:
         agent.on_save = lambda agent: None
@@ -207,7 +186,7 @@ async def test_pause_recovers_a_rank_lost_after_others_have_saved(job, cluster):
     for agent in job.ranks:
         agent.on_save = lambda agent: [each.save_and_exit() for each in job.ranks if each.running]
     job.ranks[3].die()
-    await gone(job)
+    await job.task
     assert job.log[-1] == "PAUSED"
     assert job.row.generation == 2
 
@@ -217,7 +196,7 @@ async def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
     await cluster.groups.acquire(job.id, 1, job.spec.layout, "manta_slot")
     job.store.write(lambda s: jobs.transition(s, job.id, JobState.PAUSING))
     job.supervise(1)
-    await gone(job)
+    await job.task
     assert job.log == ["STARTING", "PAUSING", "PAUSED"]
     assert not cluster.agents.ended, "none was started"
     assert cluster.nothing_held
@@ -225,37 +204,31 @@ async def test_job_that_has_no_step_to_save_is_paused_at_once(job, cluster):
 
 async def test_pause_that_takes_too_long_to_save_leaves_with_its_snapshots(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
-    await up(job, 1, 2)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    await job.train(1, 2)
+    job.stop_saving()
     job.pause()
-    await gone(job)
+    await job.task
     assert job.log == [*UP, *PAUSED]
     assert all(steps == [1, 2] for steps in job.cluster.agents.memory["one"].values())
 
 
 async def test_pause_of_a_job_without_places_to_save_in_ends_at_once(job, cluster):
-    def refuse():
-        raise NotPlaced("there is no room")
-
-    await up(job, 1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    await job.train(1)
+    job.stop_saving()
     job.pause()
     await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
-    cluster.groups.refuse = refuse
+    cluster.groups.refuse = Mock(side_effect=NotPlaced("there is no room"))
     for agent in list(job.ranks):
         agent.lose()
         del cluster.agents.living[agent.name]
-    await gone(job)
+    await job.task
     assert (job.row.state, job.row.reason, job.row.message) == ("PAUSED", "paused_by_user", "there is no room")
     assert job.log[-1] == "PAUSED"
 
 
 async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
-    await up(job, 1)
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
+    await job.train(1)
+    job.stop_saving()
     job.pause()
     await cluster.agents.until(lambda: all(agent.asked_to_save for agent in job.ranks))
     await job.finish()
@@ -272,26 +245,24 @@ async def test_cancel_of_a_job_that_is_pausing(job, cluster, monkeypatch, when):
         await release(*arguments, **options)
         job.cancel()
 
-    await up(job, 1)
+    await job.train(1)
     if when == "saving":
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", cancelled_release)
     job.pause()
     if when == "saving":
         job.cancel()
-    await gone(job)
+    await job.task
     assert job.log[-2:] == ["CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
 @pytest.mark.parametrize("at", ["asked", "noted", "released"])
 async def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkeypatch, at):
-    await up(job, 1)
+    await job.train(1)
     if at == "asked":
-        for agent in job.ranks:
-            agent.on_save = lambda agent: None
+        job.stop_saving()
     held, release = asyncio.Event(), cluster.release
 
     async def stuck(*arguments, **options):
@@ -310,18 +281,17 @@ async def test_pause_is_continued_by_the_next_control_plane(job, cluster, monkey
         for agent in cluster.agents.living.values():
             agent.save_and_exit()
     job.supervise(None)
-    await gone(job)
+    await job.task
     assert job.row.state == "PAUSED"
     await job.resume()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert [kind for kind in job.log if kind in ("PAUSING", "PAUSED")] == ["PAUSING", "PAUSED"]
     assert job.generations[1] == ("resumed by the user", "snapshot", 1)
     assert job.row.restarts == 0
     assert cluster.nothing_held
 
 
-def test_pause_abandons_a_prepared_resize(two_replicas, cluster):
+async def test_pause_abandons_a_prepared_resize(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 3})
     starting = asyncio.Event()
 
@@ -332,17 +302,14 @@ def test_pause_abandons_a_prepared_resize(two_replicas, cluster):
 
         agent.prepare = prepare
 
-    async def body():
-        await up(job, 1)
-        for agent in job.ranks:
-            agent.on_save = FakeAgent.save_and_exit
-        cluster.agents.on_start = start_silent
-        job.resize(3)
-        await starting.wait()
-        job.pause()
-        await gone(job)
-
-    story(body)
+    await job.train(1)
+    for agent in job.ranks:
+        agent.on_save = FakeAgent.save_and_exit
+    cluster.agents.on_start = start_silent
+    job.resize(3)
+    await starting.wait()
+    job.pause()
+    await job.task
     assert job.log[-1] == "PAUSED"
     assert not cluster.agents.living and not cluster.groups.held
 
@@ -354,18 +321,17 @@ async def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_lo
         for change in jobs.states_over_time(session, job.id):
             change.time -= 1000.0
 
-    await up(job, 1, 2)
+    await job.train(1, 2)
     save_checkpoint(job, 2)
     await job.die_with_control_plane()
     for agent in cluster.agents.living.values():
         agent.on_save = FakeAgent.save_and_exit
     job.store.write(make_older)
     job.supervise(None)
-    await gone(job)
+    await job.task
     assert not cluster.agents.living and all(cluster.agents.memory["one"].values())
     job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
-    await job.start()
-    await job.watched(2)
+    await job.train()
     await job.finish()
     assert job.log[:7] == [*UP, "adopted", "FAILED", "memory_kept"]
     (said,) = [event.message for event in job.events if event.data and event.data.get("reason") == "max_duration"]
@@ -386,7 +352,7 @@ async def test_job_whose_time_is_up_before_its_launch_launches_nothing(two_repli
 
     monkeypatch.setattr(cluster.agents, "start", start_when_time_is_up)
     await job.start()
-    await gone(job)
+    await job.task
     assert (job.row.state, job.row.reason) == ("FAILED", "max_duration")
     assert cluster.nothing_held
 

@@ -11,13 +11,11 @@ from manta.service.job.leave import SPARE_SECONDS
 from manta.service.store import jobs
 from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.supervised_job import save_checkpoint, story
+from tests.service.support.supervised_job import UP, save_checkpoint
 from tests.service.support.waiting import reached
 
-UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 NOTICED = ["node_draining", "node_draining"]
 LEFT = ["RESIZING", "QUEUED"]
-AGAIN = ["STARTING", "generation_started", "RUNNING", "first_step"]
 CAUSE = "placed again: the nodes that it was on were being drained"
 SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
@@ -47,15 +45,8 @@ def all_save(cluster):
             each.save_and_exit()
 
 
-def none_saves(job):
-    for agent in job.ranks:
-        agent.on_save = lambda agent: None
-
-
 async def up(job, *steps, saved=()):
-    await job.start()
-    await job.watched(1)
-    await job.commit(*steps)
+    await job.train(*steps)
     for step in saved:
         save_checkpoint(job, step)
 
@@ -75,8 +66,7 @@ async def placed_on(job, *nodes):
     """There are other nodes, and the job is placed there."""
     job.cluster.nodes.slots |= dict.fromkeys(nodes, 2)
     job.cluster.nodes.used |= dict.fromkeys(nodes, 0)
-    await job.start()
-    await job.watched(2)
+    await job.train()
 
 
 async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, cluster):
@@ -90,9 +80,8 @@ async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, 
     assert all(all(memory.values()) for memory in cluster.agents.memory.values())
     await placed_on(job, "three", "four")
     assert {agent.node for agent in job.ranks} == {"three", "four"}
-    await job.commit(3)
-    await job.finish()
-    assert job.log == [*UP, *NOTICED, *LEFT, *AGAIN, "SUCCEEDED"]
+    await job.finish(3)
+    assert job.log == [*UP, *NOTICED, *LEFT, *UP, "SUCCEEDED"]
     assert job.generations[1] == (CAUSE, "snapshot", 2), "the nodes that it has left may still be there"
     assert (job.row.restarts, job.recoveries) == (0, [])
     assert cluster.nothing_held
@@ -152,7 +141,7 @@ async def test_job_of_fixed_size_leaves_both_nodes_when_one_is_drained(job, clus
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
 
 
-def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tmp_path):
+async def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster)
 
@@ -160,23 +149,20 @@ def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replicas, tm
         agent.on_save = lambda asked: all_save(cluster)
         agent.prepare = lambda order: asyncio.Event().wait()
 
-    async def body():
-        await up(job, 1, saved=[1])
-        for agent in job.ranks:
-            agent.on_save = FakeAgent.save_and_exit
-        cluster.agents.on_start = never_ready
-        drain(job, 0.5, "two")
-        await job.task
-        assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
-
-    story(body)
+    await up(job, 1, saved=[1])
+    for agent in job.ranks:
+        agent.on_save = FakeAgent.save_and_exit
+    cluster.agents.on_start = never_ready
+    drain(job, 0.5, "two")
+    await job.task
+    assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
     assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
 
 
 async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):
     await up(job, 1, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     job.ranks[1].die()
@@ -192,7 +178,7 @@ async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_agai
 
 async def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(job, cluster):
     await up(job, 1, 2, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     for node in ("one", "two"):
@@ -209,7 +195,7 @@ async def test_drained_job_whose_nodes_go_too_early_is_queued_with_older_state(j
 async def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, monkeypatch):
     monkeypatch.setattr(leave, "seconds_allowed", lambda needed: 0.1)
     await up(job, 1)
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await job.task
     assert job.row.state == "QUEUED"
@@ -218,7 +204,7 @@ async def test_drained_job_that_saves_too_slowly_leaves_with_what_is_saved(job, 
 
 async def test_last_step_that_is_committed_meanwhile_is_the_end(job, cluster):
     await up(job, 1)
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     await job.finish()
@@ -240,7 +226,7 @@ async def test_pause_or_cancel_while_leaving_a_node_takes_precedence(job, cluste
 
     await up(job, 1, saved=[1])
     if when == "saving":
-        none_saves(job)
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", late_wish)
     drain(job, SOON)
@@ -266,7 +252,7 @@ async def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster,
         await asyncio.Event().wait()
 
     if at in ("asked", "saved"):
-        none_saves(job)
+        job.stop_saving()
     else:
         monkeypatch.setattr(cluster, "release", stuck)
     drain(job, SOON)
@@ -293,7 +279,7 @@ async def test_drained_job_is_carried_on_by_the_next_control_plane(job, cluster,
 
 async def test_drained_job_without_agents_is_queued_by_the_next_control_plane(job, cluster):
     await up(job, 1, saved=[1])
-    none_saves(job)
+    job.stop_saving()
     drain(job, SOON)
     await asked(job)
     await job.die_with_control_plane()
@@ -313,8 +299,7 @@ async def test_drained_job_is_placed_again_if_its_control_plane_dies_after_place
     cluster.nodes.used |= {"three": 0}
     await job.store.write_async(job._place)
     job.supervise(None)
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.row.state == "SUCCEEDED"
 
 
@@ -327,8 +312,7 @@ async def test_job_queued_off_a_drained_node_can_be_paused_and_resumed(job, clus
     cluster.nodes.slots |= {"three": 4}
     cluster.nodes.used |= {"three": 0}
     await job.resume()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.generations[1][0] == "resumed by the user"
 
 

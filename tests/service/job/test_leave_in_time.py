@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -137,11 +138,7 @@ async def test_job_paused_before_its_time_is_up_is_overdue_by_its_pause(two_repl
     job = two_replicas(cluster, **({} if limit is None else {"max_duration": limit}))
     context = JobContext.of(job.store, cluster, job.row)
     changes = [StateEntry(time.time(), JobState.QUEUED)]
-
-    async def state_changes_at_once():
-        return changes
-
-    context.record.state_changes = state_changes_at_once
+    context.record.state_changes = AsyncMock(return_value=changes)
     keeping = asyncio.create_task(leave.watch_deadline(context))
     for _ in range(20):
         await asyncio.sleep(0)

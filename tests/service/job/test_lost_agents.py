@@ -109,8 +109,7 @@ def test_elastic_gang_shrinks_if_a_lost_replica_finds_no_room(placed, store, ela
     del job.cluster.nodes.slots["three"]
     job.cluster.lose_node("two")
     assert replace(job, lost=(2, 3)) is elastic
-    with store.read() as session:
-        types = [event.type for event in events.page(session, job.id).items]
+    types = store.query(lambda session: [event.type for event in events.page(session, job.id).items])
     assert ("shrunk" in types) is elastic
     if elastic:
         assert (job.gang.layout.data, nodes_of(job)) == (1, ["one", "one"])
@@ -124,19 +123,16 @@ def test_gang_without_agents_is_placed_anew_away_from_failing_nodes(placed):
     assert nodes_of(job) == ["two", "two", "three", "three"]
 
 
-def test_shrunk_gang_is_placed_anew_at_the_size_its_user_wants(placed):
+@pytest.mark.parametrize("has_room", [True, False])
+def test_shrunk_gang_is_placed_anew_at_its_wanted_size_or_waits_for_its_current_layout(placed, has_room):
     job = placed(elastic={"min_data": 1, "max_data": 2})
     asyncio.run(job.gang.release())
     job.gang.spec = resized(job.submitted, 1)
-    asyncio.run(place_gang(job, 2, []))
-    assert job.gang.layout.data == 2
-
-
-def test_gang_without_room_waits_for_its_current_layout(placed):
-    job = placed(elastic={"min_data": 1, "max_data": 2})
-    asyncio.run(job.gang.release())
-    job.gang.spec = resized(job.submitted, 1)
-    job.cluster.nodes.used.update(dict.fromkeys(job.cluster.nodes.slots, 2))
-    with pytest.raises(NotPlaced):
+    if has_room:
         asyncio.run(place_gang(job, 2, []))
-    assert job.cluster.groups.acquired[-1][:3] == (job.id, 2, (0,))
+        assert job.gang.layout.data == 2
+    else:
+        job.cluster.nodes.used.update(dict.fromkeys(job.cluster.nodes.slots, 2))
+        with pytest.raises(NotPlaced):
+            asyncio.run(place_gang(job, 2, []))
+        assert job.cluster.groups.acquired[-1][:3] == (job.id, 2, (0,))

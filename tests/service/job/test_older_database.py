@@ -1,15 +1,13 @@
 """A database that was restored from a backup: what runs is neither swept nor fought."""
 
 from dataclasses import replace
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.job.owner import newer_gang
 from manta.service.store import Store, backup_file, events, generations, jobs, pauses_and_retries, ranks
 from manta.workers.protocol.messages import AgentDescription
-from tests.service.support.supervised_job import story
-
-UP = ["STARTING", "generation_started", "RUNNING", "first_step"]
 
 
 def forget(job, generation, state=None):
@@ -36,9 +34,7 @@ def restore(job):
 
 async def at_generation_two(job):
     """The job loses a rank, goes on in generation 2, and then its control plane dies."""
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     job.ranks[1].die()
     await job.watched(2)
     await job.commit(2)
@@ -49,8 +45,7 @@ def orders(cluster):
     return [len(agent.orders) for agent in cluster.agents.living.values()]
 
 
-async def test_gang_newer_than_a_restored_database_is_adopted(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_gang_newer_than_a_restored_database_is_adopted(job, cluster):
     await at_generation_two(job)
     given = orders(cluster)
     forget(job, 1)
@@ -58,38 +53,28 @@ async def test_gang_newer_than_a_restored_database_is_adopted(two_replicas, clus
     await job.watched(2)
     assert orders(cluster) == given, "no agent was told anything"
     assert all(agent.running for agent in job.ranks)
-    await job.commit(3)
-    await job.finish()
+    await job.finish(3)
     assert (job.row.generation, job.row.state, job.row.step) == (2, "SUCCEEDED", 10)
     assert job.log[-4:] == ["database_older", "adopted", "first_step", "SUCCEEDED"]
     assert job.message("database_older").startswith("generation 2 runs, and the database knows 1: ")
     assert cluster.nothing_held
 
 
-def test_owner_epoch_after_a_restore_exceeds_those_known_to_agents(two_replicas, cluster, monkeypatch):
+async def test_owner_epoch_after_a_restore_exceeds_those_known_to_agents(two_replicas, cluster, monkeypatch):
     """Else the agents would take its orders for those of one that was replaced."""
     job, epochs = two_replicas(cluster), []
-
-    async def exceed(store, epoch):
-        epochs.append(epoch)
-
-    monkeypatch.setattr(Store, "exceed", exceed)
-
-    async def body():
-        await at_generation_two(job)
-        forget(job, 1)
-        for epoch, agent in enumerate(cluster.agents.living.values(), start=40):
-            agent.description = replace(agent.description, owner_epoch=epoch)
-        await job.own()
-        await job.watched(2)
-        assert epochs == [43]
-        await job.finish()
-
-    story(body)
+    monkeypatch.setattr(Store, "exceed", AsyncMock(side_effect=epochs.append))
+    await at_generation_two(job)
+    forget(job, 1)
+    for epoch, agent in enumerate(cluster.agents.living.values(), start=40):
+        agent.description = replace(agent.description, owner_epoch=epoch)
+    await job.own()
+    await job.watched(2)
+    assert epochs == [43]
+    await job.finish()
 
 
-async def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(job, cluster):
     await at_generation_two(job)
     forget(job, 1)
     agent = list(cluster.agents.living.values())[3]
@@ -99,17 +84,14 @@ async def test_silent_ranks_after_a_restore_are_replaced_and_others_stay(two_rep
     await job.own()
     await job.watched(3)
     assert job.ranks[:3] == staying
-    await job.commit(3)
-    await job.finish()
+    await job.finish(3)
     assert "rank_lost" in job.log and job.row.state == "SUCCEEDED"
     assert cluster.nothing_held
 
 
 async def test_gang_of_another_size_than_a_restored_database_is_adopted_in_its_size(two_replicas, cluster):
     job = two_replicas(cluster, elastic={"min_data": 1, "max_data": 2})
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     job.resize(1)
     await job.watched(2)
     await job.commit(2)
@@ -126,8 +108,7 @@ async def test_gang_of_another_size_than_a_restored_database_is_adopted_in_its_s
 
 
 @pytest.mark.parametrize("state", ["QUEUED", "PAUSED", "PAUSING", "FAILED", "RESIZING", "STARTING", "RECOVERING"])
-async def test_job_keeps_running_whatever_its_state_in_the_restored_database(two_replicas, cluster, state):
-    job = two_replicas(cluster)
+async def test_job_keeps_running_whatever_its_state_in_the_restored_database(job, cluster, state):
     await at_generation_two(job)
     given = orders(cluster)
     forget(job, 0 if state == "QUEUED" else 1, state)
@@ -142,16 +123,14 @@ async def test_job_keeps_running_whatever_its_state_in_the_restored_database(two
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "CANCELLED"])
-async def test_finished_job_of_an_older_database_stays_finished(two_replicas, cluster, state):
-    job = two_replicas(cluster)
+async def test_finished_job_of_an_older_database_stays_finished(job, state):
     await at_generation_two(job)
     forget(job, 1, state)
     assert not await job.catch_up()
     assert job.row.state == state
 
 
-async def test_cancel_in_a_restored_database_is_carried_out(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_cancel_in_a_restored_database_is_carried_out(job, cluster):
     await at_generation_two(job)
     forget(job, 1, "CANCELLING")
     await job.own()
@@ -160,8 +139,7 @@ async def test_cancel_in_a_restored_database_is_carried_out(two_replicas, cluste
     assert cluster.nothing_held
 
 
-async def test_job_without_agents_after_a_restore_waits_for_its_user(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_job_without_agents_after_a_restore_waits_for_its_user(job, cluster):
     await at_generation_two(job)
     restore(job)
     await cluster.end_job(job.id, keep_snapshots=True)
@@ -171,35 +149,26 @@ async def test_job_without_agents_after_a_restore_waits_for_its_user(two_replica
     assert cluster.agents.memory == memory, "what it may go on from is kept"
     assert (job.row.state, job.row.reason) == ("PAUSED", "restored")
     job.store.write(lambda s: pauses_and_retries.request_resume(s, job.id))
-    await job.start()
-    await job.watched(3)
-    await job.commit(3)
+    await job.train(3)
     await job.finish()
     assert job.row.state == "SUCCEEDED"
 
 
-async def test_old_restore_does_not_pause_a_job(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
+async def test_old_restore_does_not_pause_a_job(job, cluster):
+    await job.train()
     restore(job)
     job.ranks[1].die()
     await job.watched(2)
     await job.die_with_control_plane()
     await cluster.end_job(job.id, keep_snapshots=True)
     await job.own()
-    await job.watched(3)
-    await job.commit(3)
-    await job.finish()
+    await job.finish(3, generation=3)
     assert job.row.state == "SUCCEEDED"
 
 
-async def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(job):
     job.store.write(lambda s: backup_file.know_generation(s, job.id, 7))
-    await job.start()
-    await job.watched(8)
-    await job.commit(1)
+    await job.train(1)
     await job.finish()
     assert job.row.generation == 8
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from unittest.mock import AsyncMock
 
 import pytest
 from sqlalchemy import select
@@ -71,13 +72,9 @@ def raises(monkeypatch, name, *errors):
 async def test_supervision_error_ends_no_job(owned, monkeypatch, where):
     errors = [RuntimeError("nobody expected this"), KeyError("nor this")][: 1 if where == "_start" else 2]
     raises(monkeypatch, where, *errors)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(3)
+    await owned.train(3)
     owned.ranks[1].die()
-    await owned.watched(2)
-    await owned.commit(4)
-    await owned.finish()
+    await owned.finish(4, generation=2)
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("supervision_failed") == len(errors)
     assert f"up again after an error: {type(errors[-1]).__name__}" in owned.message("supervision_failed")
@@ -88,9 +85,7 @@ async def test_supervision_error_ends_no_job(owned, monkeypatch, where):
 async def test_repeated_supervision_error_is_reported_once(owned, monkeypatch):
     raises(monkeypatch, "_start", *[RuntimeError("again")] * 5)
     raises(monkeypatch, "_adopt", *[RuntimeError("again")] * 5)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.finish()
     assert owned.log.count("supervision_failed") == 1
 
@@ -117,9 +112,7 @@ async def test_resize_or_drain_requested_between_supervisors_is_made_later(owned
         self._job.inbox.remove(Resize)
         wanted.set()
 
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     await job.die_with_control_plane()
     monkeypatch.setattr(ElasticityPlanner, "plan", plan)
     owner = job.owner = JobOwner(job.store, cluster, job.id)
@@ -136,37 +129,32 @@ def write_spec_of_another_release(owned):
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "submitted", {"newer": 1}))
 
 
-async def test_job_with_a_spec_of_another_release_trains_on_until_cancelled(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+def other_release(agent):
+    """The agent describes itself as one of another release."""
+    agent.describe = AsyncMock(side_effect=ProtocolMismatch("the agent", 1))
+
+
+@pytest.mark.parametrize("what", ["spec", "agents"])
+async def test_job_with_a_spec_or_agents_of_another_release_trains_on_until_cancelled(owned, cluster, what):
+    await owned.train(1)
     await owned.die_with_control_plane()
-    write_spec_of_another_release(owned)
+    if what == "spec":
+        write_spec_of_another_release(owned)
+    else:
+        for agent in cluster.agents.living.values():
+            other_release(agent)
     owned.supervise(None)
     await reached(lambda: "not_understood" in owned.log)
-    assert all(agent.running for agent in cluster.agents.living.values())
-    assert owned.row.state == "RUNNING"
+    assert all(agent.running for agent in cluster.agents.living.values()) and owned.row.state == "RUNNING"
     owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
     owned.owner.tell(Cancel())
     await owned.task
-    assert owned.log.count("not_understood") == 1
-    assert owned.row.state == "CANCELLED"
+    assert (owned.log.count("not_understood"), owned.row.state) == (1, "CANCELLED")
     assert cluster.nothing_held
 
 
-def other_release(agent):
-    """The agent describes itself as one of another release."""
-
-    async def describe():
-        raise ProtocolMismatch("the agent", 1)
-
-    agent.describe = describe
-
-
 async def test_job_with_agents_of_another_release_trains_on_until_that_release_returns(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     agents = list(cluster.agents.living.values())
     for agent in agents:
@@ -180,35 +168,16 @@ async def test_job_with_agents_of_another_release_trains_on_until_that_release_r
         del agent.describe
     await owned.watched(1)
     assert all(len(agent.orders) == 1 and agent.stops == 0 for agent in agents)
-    await owned.commit(2)
-    await owned.finish()
+    await owned.finish(2)
     assert owned.log.count("not_understood") == 1 and "supervision_failed" not in owned.log
     assert "the agent speaks protocol 1 and this process 2: " in owned.message("not_understood")
     assert (owned.row.state, owned.row.generation, owned.row.restarts) == ("SUCCEEDED", 1, 0)
 
 
-async def test_job_with_agents_of_another_release_can_be_cancelled(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
-    await owned.die_with_control_plane()
-    for agent in cluster.agents.living.values():
-        other_release(agent)
-    owned.supervise(None)
-    await reached(lambda: "not_understood" in owned.log)
-    owned.store.write(lambda s: jobs.request_cancel(s, owned.id))
-    owned.owner.tell(Cancel())
-    await owned.task
-    assert owned.row.state == "CANCELLED"
-    assert cluster.nothing_held
-
-
 async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned):
     newer = {**owned.row.spec, "newer": 1, "recovery": {**owned.row.spec["recovery"], "newer": True}}
     owned.store.write(lambda s: setattr(jobs.get(s, owned.id), "spec", newer))
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.finish()
     assert owned.log.count("keys_left_out") == 1 and "not_understood" not in owned.log
     assert "does not know newer, recovery.newer of the spec" in owned.message("keys_left_out")
@@ -218,9 +187,7 @@ async def test_key_of_a_newer_release_that_had_its_default_is_done_without(owned
 
 
 async def test_job_with_a_spec_of_another_release_is_paused_with_its_snapshots(owned, cluster):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     await owned.die_with_control_plane()
     write_spec_of_another_release(owned)
     owned.store.write(lambda s: pauses_and_retries.request_pause(s, owned.id))
@@ -262,18 +229,14 @@ def database_gone(store, monkeypatch):
 
 
 async def test_locked_database_stops_no_trainer_and_loses_no_report(owned, cluster, monkeypatch):
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     with database_gone(owned.store, monkeypatch) as refused:
         owned.ranks[0].commit(2)
         owned.ranks[1].die()
         while len(refused) < 20:
             await asyncio.sleep(0.001)
         assert [agent.running for agent in owned.ranks] == [True, False, True, True]
-    await owned.watched(2)
-    await owned.commit(3)
-    await owned.finish()
+    await owned.finish(3, generation=2)
     assert owned.row.state == "SUCCEEDED"
     assert owned.log.count("rank_lost") == 1
     assert "supervision_failed" not in owned.log
@@ -295,9 +258,7 @@ def test_slow_database_does_not_fail_a_launch(owned, monkeypatch):
     monkeypatch.setattr(JobRecord, "generations", slow_generations)
 
     async def body():
-        await owned.start()
-        await owned.watched(1)
-        await owned.commit(1)
+        await owned.train(1)
         await owned.finish()
 
     in_virtual_time(monkeypatch, body)
@@ -314,15 +275,12 @@ async def test_ray_that_does_not_answer_during_a_launch_costs_no_agent(owned, cl
         return await ensure(*arguments)
 
     monkeypatch.setattr(cluster.daemons, "ensure", silent)
-    await owned.start()
-    await owned.watched(1)
-    await owned.commit(1)
+    await owned.train(1)
     agents = list(owned.ranks)
     owned.ranks[1].die()
     await owned.watched(2)
     assert owned.ranks == agents
-    await owned.commit(2)
-    await owned.finish()
+    await owned.finish(2)
     assert owned.row.state == "SUCCEEDED"
     assert left == []
     assert owned.log.count("held") == 1 and "Ray refused a request (no answer)" in owned.message("held")
@@ -346,12 +304,9 @@ def tried(store, submit, cluster, monkeypatch):
                 raise outcome
             return outcome
 
-        async def pause(seconds):
-            paused.append(seconds)
-
         now = [100.0]
         monkeypatch.setattr(owner, "_supervise", supervise)
-        monkeypatch.setattr(owner, "_pause", pause)
+        monkeypatch.setattr(owner, "_pause", AsyncMock(side_effect=paused.append))
         monkeypatch.setattr(owning.time, "monotonic", lambda: now[0])
         asyncio.run(owner.run(scheduled_generation))
         return asked, paused
@@ -360,29 +315,26 @@ def tried(store, submit, cluster, monkeypatch):
 
 
 def log_of(store):
-    with store.read() as session:
-        return list(session.scalars(select(Event.type)))
+    return store.query(lambda session: list(session.scalars(select(Event.type))))
 
 
-def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(tried):
-    asked, paused = tried(*[RuntimeError("again")] * 8, True)
-    assert paused == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    assert asked == [7] + [None] * 8
+AGAIN = RuntimeError("again")
 
 
-def test_supervisor_that_lived_a_minute_resets_the_retry_pause(tried):
-    error = RuntimeError("again")
-    _, paused = tried(error, error, error, error, True, lived=[0.0, 60.0, 61.0, 0.0, 0.0])
-    assert paused == [0.5, 1.0, 0.5, 1.0]
-
-
-def test_unsupervised_job_is_looked_at_again(tried):
-    assert tried(False, False, True) == ([7, None, None], [0.5, 1.0])
-
-
-def test_lease_uncertainty_is_no_supervision_failure(tried, store):
-    assert tried(LeaseUncertain("job_1"), True) == ([7, None], [0.5])
-    assert "supervision_failed" not in log_of(store)
+@pytest.mark.parametrize(
+    ("outcomes", "lived", "pauses", "failed"),
+    [
+        ([AGAIN] * 8, 0.0, [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0], True),
+        ([AGAIN] * 4, [0.0, 60.0, 61.0, 0.0, 0.0], [0.5, 1.0, 0.5, 1.0], True),  # one that lived a minute begins anew
+        ([False, False], 0.0, [0.5, 1.0], False),  # nobody supervises it yet
+        ([LeaseUncertain("job_1")], 0.0, [0.5], False),
+    ],
+)
+def test_supervisor_retry_pauses_are_capped_and_only_the_first_try_has_queue_places(
+    tried, store, outcomes, lived, pauses, failed
+):
+    assert tried(*outcomes, True, lived=lived) == ([7] + [None] * len(outcomes), pauses)
+    assert ("supervision_failed" in log_of(store)) is failed
 
 
 def test_job_leased_by_another_control_plane_is_released(tried, store):

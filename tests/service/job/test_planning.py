@@ -31,8 +31,7 @@ WHERE = {
 
 def plan(job, generation=1, where=None):
     asyncio.run(plan_generation(job, generation, WHERE if where is None else where))
-    with job.record.store.read() as session:
-        return plans.newest(session, job.id)
+    return job.record.store.query(plans.newest, job.id)
 
 
 def test_plan_of_a_running_job_is_for_the_nodes_it_runs_on(job, monkeypatch):

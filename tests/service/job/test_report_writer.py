@@ -4,6 +4,7 @@ import asyncio
 import sqlite3
 import time
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -41,17 +42,12 @@ def take(store, started, generation):
     return give
 
 
-def read(store, query):
-    with store.read() as session:
-        return query(session)
-
-
 def steps(store, job):
-    return read(store, lambda s: metrics.series(s, job.id, names=["loss"])).steps
+    return store.query(lambda s: metrics.series(s, job.id, names=["loss"])).steps
 
 
 def kinds(store, job):
-    return [event.type for event in read(store, lambda s: events.page(s, job.id)).items]
+    return [event.type for event in store.query(lambda s: events.page(s, job.id)).items]
 
 
 def row(step, loss=1.0):
@@ -63,7 +59,7 @@ def test_report_counts_once(store, started, take):
     take("metrics", 1, rows=[row(5, loss=9.0)])
     take("event", 2, type="note", step=6, message="hello")
     take("event", 2, type="note", step=6, message="hello")
-    points = read(store, lambda s: metrics.series(s, started.id, names=["loss"]))
+    points = store.query(lambda s: metrics.series(s, started.id, names=["loss"]))
     assert (points.steps, points.series["loss"]) == ([5, 6], [1.0, 1.0])
     assert kinds(store, started).count("note") == 1
 
@@ -72,8 +68,8 @@ def test_rank_numbers_are_stored_once_with_their_rows(store, started, take):
     sample = to_json(RankSample(6, 0.1, packed([0.05]), packed([1e9])))
     take("metrics", 1, rows=[row(5), row(6)], ranks=sample)
     take("metrics", 1, rows=[row(7)], ranks={**sample, "step": 7})  # the same report again, whatever it says
-    assert read(store, lambda s: ranks.newest_numbers(s, started.id)).step == 6
-    assert read(store, lambda s: ranks.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
+    assert store.query(lambda s: ranks.newest_numbers(s, started.id)).step == 6
+    assert store.query(lambda s: ranks.history(s, started.id)).own_seconds == [[pytest.approx(0.05)]]
 
 
 def test_reports_of_a_replaced_generation_change_nothing(store, started, take):
@@ -83,19 +79,19 @@ def test_reports_of_a_replaced_generation_change_nothing(store, started, take):
     take("exit", 3, code=0, signal=None)
     assert steps(store, started) == []
     assert not {"note", "first_step"} & set(kinds(store, started))
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "STARTING"
-    assert read(store, lambda s: generations.of_job(s, started.id))[0].first_step_at is None
-    assert read(store, lambda s: ranks.of_job(s, started.id))[0].state == "starting"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "STARTING"
+    assert store.query(lambda s: generations.of_job(s, started.id))[0].first_step_at is None
+    assert store.query(lambda s: ranks.of_job(s, started.id))[0].state == "starting"
 
 
 def test_job_is_running_from_the_first_step_after_its_resume_point(store, started, take):
     take("metrics", 1, rows=[row(3), row(4)])
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "STARTING"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "STARTING"
     take("metrics", 2, rows=[row(5)])
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "RUNNING"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "RUNNING"
     take("metrics", 3, rows=[row(6)])
     assert kinds(store, started).count("first_step") == 1
-    (first,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "first_step"]
+    (first,) = [e for e in store.query(lambda s: events.page(s, started.id)).items if e.type == "first_step"]
     assert (first.step, first.generation) == (5, 1)
 
 
@@ -105,13 +101,13 @@ def test_first_step_event_is_written_once_per_generation(store, started, generat
     next_one = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     asyncio.run(next_one.take(Report(Metrics((row(6),)), 1, 0, 100.0, 2)))
     assert steps(store, started) == [5, 6]
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "RESIZING", "a change is under way"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "RESIZING", "a change is under way"
     assert kinds(store, started).count("first_step") == 1
 
 
 def test_first_step_time_is_the_one_its_rank_reports(store, started, take):
     take("metrics", 1, rows=[{**row(step), "time": 100.0 + step} for step in (4, 5, 6)])
-    (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
+    (of_job,) = store.query(lambda s: generations.of_job(s, started.id))
     assert of_job.first_step_at == 105.0
 
 
@@ -119,13 +115,13 @@ def test_finished_report_without_extra_time_adds_nothing(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     take("finished", 2, step=5)
     assert "report_left_out" not in kinds(store, started)
-    assert read(store, lambda s: generations.of_job(s, started.id))[0].compute_seconds == 2.0
+    assert store.query(lambda s: generations.of_job(s, started.id))[0].compute_seconds == 2.0
 
 
 def test_first_step_leaves_a_cancelling_job_cancelling(store, started, take):
     store.write(lambda s: jobs.request_cancel(s, started.id))
     take("metrics", 1, rows=[row(5)])
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "CANCELLING"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "CANCELLING"
 
 
 def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_phase_took(store, started, take):
@@ -146,13 +142,13 @@ def test_first_step_after_a_failure_ends_the_recovery_and_says_how_long_each_pha
 
     tell("started", 1, 104.0, pid=7, connected_at=102.5)
     tell("metrics", 2, 105.0, rows=[{**row(step), "time": 100.0 + step} for step in (5, 6, 7)])
-    (entry,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "recovered"]
+    (entry,) = [e for e in store.query(lambda s: events.page(s, started.id)).items if e.type == "recovered"]
     phases = {"detect": 1, "rest": 1, "re_form": 0.5, "restore": 1.5, "redo": 1}
     assert (entry.data["seconds"], entry.data["total_seconds"]) == (phases, 5)
     assert (entry.data["steps_redone"], entry.data["forked"], entry.generation, entry.step) == (2, [0], number, 5)
     assert (entry.rank, entry.data["source"], entry.data["resume_step"], entry.data["kept"]) == (0, "snapshot", 4, 0)
     assert "recovered in 5.00 s (detect 1.00, rest 1.00, re-form 0.50" in entry.message
-    (stored,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    (stored,) = store.query(lambda s: recoveries.of_job(s, started.id))
     assert (stored.steps_redone, stored.first_step_at) == (2, 105.0)
 
 
@@ -160,7 +156,7 @@ def test_first_step_after_a_change_of_size_ends_the_change(store, started, take)
     store.write(lambda s: jobs.transition(s, started.id, JobState.RUNNING))
     store.write(lambda s: jobs.transition(s, started.id, JobState.RESIZING))
     take("metrics", 1, rows=[row(5)])
-    assert read(store, lambda s: jobs.get(s, started.id)).state == "RUNNING"
+    assert store.query(lambda s: jobs.get(s, started.id)).state == "RUNNING"
 
 
 def test_recovery_past_the_last_reported_step_redid_no_steps(store, started, generation):
@@ -175,7 +171,7 @@ def test_recovery_past_the_last_reported_step_redid_no_steps(store, started, gen
     number = store.write(recover)
     writer = ReportWriter(store, started.id, number, resume_step=4, lines=LINES)
     asyncio.run(writer.take(Report(Metrics(({**row(5), "time": 105.0},)), number, 0, 105.0, 1)))
-    (recovery,) = read(store, lambda s: recoveries.of_job(s, started.id))
+    (recovery,) = store.query(lambda s: recoveries.of_job(s, started.id))
     assert (recovery.first_step_at, recovery.steps_redone) == (105.0, 0)
 
 
@@ -184,14 +180,14 @@ def test_event_time_is_when_it_happened(store, started, generation):
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     payload = payload_of("event", {"type": "note", "step": 5, "message": "hello"})
     asyncio.run(writer.take(Report(payload, 1, 0, 100.0, 1)))
-    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    (event,) = [each for each in store.query(lambda s: events.page(s, started.id)).items if each.type == "note"]
     assert event.time == 100.0
 
 
 def test_end_times_of_ranks_other_than_the_reporting_one_are_ignored(store, started, take):
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     take("finished", 1, rank=1, step=5, seconds={"wall": 9.0})
-    (of_job,) = read(store, lambda s: generations.of_job(s, started.id))
+    (of_job,) = store.query(lambda s: generations.of_job(s, started.id))
     assert of_job.compute_seconds == 2.0
 
 
@@ -199,21 +195,21 @@ def test_time_after_the_last_step_is_added_to_the_generation_once(store, started
     take("metrics", 1, rows=[{**row(5), "time": 50.0, "seconds": {"wall": 2.0}}])
     for _ in range(2):
         take("finished", 2, step=5, seconds={"wall": 1.5, "checkpoint_stall": 1.0})
-    (ledger,) = read(store, lambda s: generations.of_job(s, started.id))
+    (ledger,) = store.query(lambda s: generations.of_job(s, started.id))
     assert (ledger.committed_steps, ledger.compute_seconds, ledger.checkpoint_stall_seconds) == (1, 2.5, 1.0)
 
 
 def test_rank_row_is_running_with_its_pid_until_it_exits(store, started, take):
     take("started", 1, pid=42)
-    (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
+    (rank,) = store.query(lambda s: ranks.of_job(s, started.id))
     assert (rank.state, rank.pid) == ("running", 42)
     take("exit", 2, code=None, signal=9)
-    (rank,) = read(store, lambda s: ranks.of_job(s, started.id))
+    (rank,) = store.query(lambda s: ranks.of_job(s, started.id))
     assert (rank.state, rank.pid) == ("exited", None)
 
 
 def saved(store, job):
-    return {row.step: row.state for row in read(store, lambda s: checkpoints.page(s, job.id)).items}
+    return {row.step: row.state for row in store.query(lambda s: checkpoints.page(s, job.id)).items}
 
 
 def test_checkpoints_become_rows(store, started, take):
@@ -222,7 +218,7 @@ def test_checkpoints_become_rows(store, started, take):
     take("event", 6, type="checkpoint_saved", step=5, message="saved", data={"path": "/c/5", "bytes": 10})
     take("event", 7, type="checkpoint_failed", step=6, message="failed", data={"path": "/c/6"})
     assert saved(store, started) == {5: "complete", 6: "failed", 7: "saving"}
-    rows = {row.step: row for row in read(store, lambda s: checkpoints.page(s, started.id)).items}
+    rows = {row.step: row for row in store.query(lambda s: checkpoints.page(s, started.id)).items}
     assert [(rows[step].path, rows[step].bytes, rows[step].generation) for step in (5, 7)] == [
         ("/c/5", 10, 1), ("/c/7", None, 1)
     ]  # fmt: skip
@@ -272,15 +268,12 @@ def test_checkpoint_rows_are_reconciled_with_the_disk(store, started, take):
 
 
 def test_unstorable_report_is_omitted_with_an_event(store, started, take, monkeypatch):
-    def spoil(*arguments, **more):
-        raise ValueError("no such thing\nat all")
-
-    monkeypatch.setattr(metrics, "record", spoil)
+    monkeypatch.setattr(metrics, "record", Mock(side_effect=ValueError("no such thing\nat all")))
     take("metrics", 1, rows=[row(5)])
     monkeypatch.undo()
     take("metrics", 2, rows=[row(6)])
     assert kinds(store, started).count("report_left_out") == 1
-    (event,) = [e for e in read(store, lambda s: events.page(s, started.id)).items if e.type == "report_left_out"]
+    (event,) = [e for e in store.query(lambda s: events.page(s, started.id)).items if e.type == "report_left_out"]
     assert "a report of rank 0 (metrics)" in event.message and event.message.endswith(
         "ValueError: no such thing at all"
     )
@@ -289,10 +282,7 @@ def test_unstorable_report_is_omitted_with_an_event(store, started, take, monkey
 
 
 def test_omitted_report_is_announced_once_and_not_for_replaced_generations(store, started, take, monkeypatch):
-    def spoil(*arguments, **more):
-        raise ValueError("no such thing")
-
-    monkeypatch.setattr(metrics, "record", spoil)
+    monkeypatch.setattr(metrics, "record", Mock(side_effect=ValueError("no such thing")))
     take("metrics", 1, rows=[row(5)])
     take("metrics", 1, rows=[row(5)])
     store.write(lambda s: generations.begin(s, started.id, "rank lost", True))
@@ -302,13 +292,9 @@ def test_omitted_report_is_announced_once_and_not_for_replaced_generations(store
 
 def test_report_of_a_job_with_a_lost_lease_is_not_written(store, started, generation, monkeypatch):
     """It is not acknowledged, and nothing is written of it."""
-
-    async def lost(operation):
-        raise LeaseLost(started.id)
-
     writer = ReportWriter(store, started.id, generation, resume_step=4, lines=LINES)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_async", lost)
+        patch.setattr(store, "write_async", AsyncMock(side_effect=LeaseLost(started.id)))
         with pytest.raises(LeaseLost):
             asyncio.run(writer.take(Report(Metrics((row(5),)), 1, 0, 100.0, 1)))
     assert steps(store, started) == []
@@ -317,14 +303,14 @@ def test_report_of_a_job_with_a_lost_lease_is_not_written(store, started, genera
 
 def test_event_row_has_its_rank_and_generation(store, started, take):
     take("event", 1, rank=3, type="note", step=6, message="hello", data={"x": 1})
-    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    (event,) = [each for each in store.query(lambda s: events.page(s, started.id)).items if each.type == "note"]
     assert (event.rank, event.generation, event.step, event.data) == (3, 1, 6, {"x": 1})
 
 
 def test_event_text_with_surrogates_or_nul_is_stored_escaped(store, started, take):
     """An exception's message may hold a lone surrogate, which no database takes, or a NUL, which PostgreSQL refuses."""
     take("event", 1, type="note", step=5, message="a \ud800 b \0 c", data={"k\ud800": ["\0", {"x": "\udfff"}]})
-    (event,) = [each for each in read(store, lambda s: events.page(s, started.id)).items if each.type == "note"]
+    (event,) = [each for each in store.query(lambda s: events.page(s, started.id)).items if each.type == "note"]
     assert event.message == "a \\ud800 b \\x00 c"
     assert event.data == {"k\\ud800": ["\\x00", {"x": "\\udfff"}]}
 

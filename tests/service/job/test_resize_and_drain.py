@@ -5,7 +5,9 @@ import asyncio
 import math
 import re
 import time
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -24,7 +26,6 @@ from manta.service.store import events, generations, jobs
 from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster
 from tests.service.support.queue import LARGE
-from tests.service.support.supervised_job import story
 from tests.service.support.waiting import reached
 
 
@@ -45,23 +46,19 @@ def may_grow(store, submit, tmp_path):
     return look
 
 
-def test_elastic_job_grows_into_room_that_nobody_waits_for(may_grow):
-    assert may_grow()
-
-
-def test_elastic_job_does_not_grow_while_others_wait_in_the_queue(may_grow, submit):
-    submit(parallel={"tensor": 2})
-    assert not may_grow()
-
-
-def test_free_units_are_kept_for_a_queued_job_that_needs_more_of_them(may_grow, submit):
-    submit(parallel={"tensor": 2, "data": 2})
-    assert not may_grow()
-
-
-def test_queued_job_that_never_fits_does_not_stop_others_from_growing(may_grow, submit):
-    submit(parallel={"tensor": 2, "data": 4})
-    assert may_grow()
+@pytest.mark.parametrize(
+    ("waiting", "grows"),
+    [
+        (None, True),
+        ({"tensor": 2}, False),
+        ({"tensor": 2, "data": 2}, False),  # it needs more units than are free, which are kept for it
+        ({"tensor": 2, "data": 4}, True),  # it never fits
+    ],
+)
+def test_elastic_job_grows_into_room_that_no_queued_job_waits_for(may_grow, submit, waiting, grows):
+    if waiting:
+        submit(parallel=waiting)
+    assert may_grow() is grows
 
 
 def test_elastic_job_at_its_wanted_size_does_not_read_the_queue(may_grow, submit, monkeypatch):
@@ -99,36 +96,31 @@ def test_queued_job_with_an_unreadable_spec_is_skipped_when_growing(may_grow, su
 
 
 ELASTIC = {"elastic": {"min_data": 1, "max_data": 4}}
+THREE = {"one": 2, "two": 2, "three": 2}
 
 
 @pytest.fixture
 def planned(store, submit, tmp_path):
-    """Carries out a test with a job of tensor 2 x data 2 ranks that has committed its first step."""
+    """A job of tensor 2 x data 2 ranks that has committed its first step: its planner, generation and context."""
 
-    def carry_out(body, slots, wanted=None, shape=0, **sections):
-        async def run():
-            job = submit(**{"parallel": {"tensor": 2, "data": 2}, **sections})
-            cluster = FakeCluster(tmp_path, **slots)
-            store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
-            store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", wanted))
-            store.write(lambda s: generations.begin(s, job.id, "submitted", False))
-            store.write(lambda s: generations.mark_first_step(s, job.id, 1))
-            context = JobContext.of(store, cluster, job)
-            gang = context.gang
-            await gang.place(1, shapes_of(context.submitted)[shape], ())
-            gang.record_placements(dict(enumerate(await describe(gang.agents))))
-            running = RunningGeneration(gang.agents, 1, {}, nothing)
-            try:
-                await body(ElasticityPlanner(context), running, context)
-            finally:
-                await running.close()
+    @asynccontextmanager
+    async def made(slots, wanted=None, shape=0, **sections):
+        job = submit(**{"parallel": {"tensor": 2, "data": 2}, **sections})
+        store.write(lambda s: jobs.transition(s, job.id, JobState.STARTING))
+        store.write(lambda s: setattr(jobs.get(s, job.id), "wanted_replicas", wanted))
+        store.write(lambda s: generations.begin(s, job.id, "submitted", False))
+        store.write(lambda s: generations.mark_first_step(s, job.id, 1))
+        context = JobContext.of(store, FakeCluster(tmp_path, **slots), job)
+        gang = context.gang
+        await gang.place(1, shapes_of(context.submitted)[shape], ())
+        gang.record_placements(dict(enumerate(await describe(gang.agents))))
+        running = RunningGeneration(gang.agents, 1, {}, AsyncMock())
+        try:
+            yield ElasticityPlanner(context), running, context
+        finally:
+            await running.close()
 
-        async def nothing(report):
-            pass
-
-        story(run)
-
-    return carry_out
+    return made
 
 
 def count_of(context, kind):
@@ -142,10 +134,9 @@ def nothing_is_left_of_the_standby(context):
     return len(cluster.agents.living) == 4 and len(cluster.groups.held) == 2 and sum(cluster.nodes.used.values()) == 4
 
 
-def test_standby_of_a_moving_replica_is_ready_and_leaves_snapshots_alone(planned):
+async def test_standby_of_a_moving_replica_is_ready_and_leaves_snapshots_alone(planned):
     """The node may be of the same machine: the one that trains has files under the same names there."""
-
-    async def body(planner, running, context):
+    async with planned(THREE) as (planner, running, context):
         context.cluster.nodes.draining.add("two")
         before = list(context.gang.agents)
         change = await planner.plan(running)
@@ -157,12 +148,14 @@ def test_standby_of_a_moving_replica_is_ready_and_leaves_snapshots_alone(planned
         ]  # fmt: skip
         assert context.gang.agents == before, "they train on"
 
-    planned(body, {"one": 2, "two": 2, "three": 2})
-
 
 @pytest.mark.parametrize(("left", "replicas"), [("one", (0,)), ("two", (1,)), ("both", (0, 1))])
-def test_standby_has_the_ranks_of_the_leaving_replicas(planned, left, replicas):
-    async def body(planner, running, context):
+async def test_standby_has_the_ranks_of_the_leaving_replicas(planned, left, replicas):
+    async with planned({"one": 2, "two": 2, "three": 2, "four": 2}, parallel={"pipeline": 2, "data": 2}) as (
+        planner,
+        running,
+        context,
+    ):
         context.cluster.nodes.draining |= {"one", "two"} if left == "both" else {left}
         change = await planner.plan(running)
         assert isinstance(change, Move) and change.replicas == replicas
@@ -170,11 +163,9 @@ def test_standby_has_the_ranks_of_the_leaving_replicas(planned, left, replicas):
         assert [order.rank for agent in standby for order in agent.prepared] == context.gang.ranks_in(replicas)
         assert [agent.rank for agent in standby] == context.gang.ranks_in(replicas)
 
-    planned(body, {"one": 2, "two": 2, "three": 2, "four": 2}, parallel={"pipeline": 2, "data": 2})
 
-
-def test_additional_ranks_are_prepared_for_the_larger_layout_with_snapshots_of_their_own(planned):
-    async def body(planner, running, context):
+async def test_additional_ranks_are_prepared_for_the_larger_layout_with_snapshots_of_their_own(planned):
+    async with planned(THREE, wanted=4, **ELASTIC) as (planner, running, context):
         change = await planner.plan(running)
         assert isinstance(change, Grow) and change.target.layout.data == 3
         prepared = [order for agent in change.standby.agents for order in agent.prepared]
@@ -183,11 +174,10 @@ def test_additional_ranks_are_prepared_for_the_larger_layout_with_snapshots_of_t
         assert [order.spec["parallel"]["data"] for order in prepared] == [3, 3]
         assert change.cause == "resized from 2 to 3 replicas"
 
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=4, **ELASTIC)
 
+async def test_nodes_on_which_the_machine_keeps_failing_the_job_get_no_standby(planned):
+    async with planned({"one": 2, "two": 2, "three": 2, "four": 2}, wanted=3, **ELASTIC) as (planner, running, context):
 
-def test_nodes_on_which_the_machine_keeps_failing_the_job_get_no_standby(planned):
-    async def body(planner, running, context):
         async def avoided():
             return {"three"}
 
@@ -195,40 +185,31 @@ def test_nodes_on_which_the_machine_keeps_failing_the_job_get_no_standby(planned
         change = await planner.plan(running)
         assert [agent.node for agent in change.standby.agents] == ["four", "four"]
 
-    planned(body, {"one": 2, "two": 2, "three": 2, "four": 2}, wanted=3, **ELASTIC)
 
-
-def test_job_that_shrinks_keeps_its_first_replicas(planned):
-    async def body(planner, running, context):
+async def test_job_that_shrinks_keeps_its_first_replicas(planned):
+    async with planned({"one": 4}, wanted=1, **ELASTIC) as (planner, running, _):
         assert await planner.may_change()
         assert await planner.plan(running) == Shrink((0,), "resized from 2 to 1 replicas")
 
-    planned(body, {"one": 4}, wanted=1, **ELASTIC)
 
-
-def test_elastic_job_at_its_wanted_size_plans_no_change(planned):
-    async def body(planner, running, context):
+async def test_elastic_job_at_its_wanted_size_plans_no_change(planned):
+    async with planned({"one": 8}, wanted=2, **ELASTIC) as (planner, running, context):
         assert not await planner.may_change()
         assert await planner.plan(running) is None
         assert not count_of(context, "resize_waiting")
 
-    planned(body, {"one": 8}, wanted=2, **ELASTIC)
 
-
-def test_job_does_not_plan_a_resize_while_there_is_no_room(planned):
+async def test_job_does_not_plan_a_resize_while_there_is_no_room(planned):
     """Each plan that comes to nothing says so."""
-
-    async def body(planner, running, context):
+    async with planned({"one": 4}, wanted=3, **ELASTIC) as (planner, _, context):
         assert not await planner.may_change()
         context.cluster.nodes.used["one"] -= 2
         assert await planner.may_change()
 
-    planned(body, {"one": 4}, wanted=3, **ELASTIC)
-
 
 @pytest.mark.parametrize("has_gpus", [False, True])
-def test_queued_job_is_judged_by_the_unit_it_waits_for(planned, submit, has_gpus):
-    async def body(planner, running, context):
+async def test_queued_job_is_judged_by_the_unit_it_waits_for(planned, submit, has_gpus):
+    async with planned({"one": 8}) as (planner, _, context):
         nodes, real = context.cluster.nodes, context.cluster.nodes.capacity
 
         async def capacity(unit):
@@ -241,14 +222,11 @@ def test_queued_job_is_judged_by_the_unit_it_waits_for(planned, submit, has_gpus
         submit(parallel={"tensor": 2})
         assert await planner._other_jobs_wait() is has_gpus
 
-    planned(body, {"one": 8})
 
-
-def test_queued_job_that_never_fits_is_read_again_only_after_a_change(planned, submit, store, monkeypatch):
+async def test_queued_job_that_never_fits_is_read_again_only_after_a_change(planned, submit, store, monkeypatch):
     """There may be thousands, and whoever could grow looks at the queue every other second."""
     read, get = [], jobs.get
-
-    async def body(planner, running, context):
+    async with planned({"one": 8}) as (planner, _, context):
         never = submit(parallel={"data": 12}, train=LARGE).id
         monkeypatch.setattr(
             jobs, "get", lambda session, job_id, **how: read.append(job_id) or get(session, job_id, **how)
@@ -269,11 +247,9 @@ def test_queued_job_that_never_fits_is_read_again_only_after_a_change(planned, s
         context.cluster.nodes.slots["two"] = 4
         assert await planner._other_jobs_wait()
 
-    planned(body, {"one": 8})
 
-
-def test_drain_without_room_is_reported_once_per_node(planned):
-    async def body(planner, running, context):
+async def test_drain_without_room_is_reported_once_per_node(planned):
+    async with planned({"one": 2, "two": 2, "three": 0}) as (planner, running, context):
         context.cluster.nodes.draining.add("two")
         assert await planner.may_change(), "to say so"
         for _ in range(2):
@@ -288,11 +264,9 @@ def test_drain_without_room_is_reported_once_per_node(planned):
         context.cluster.nodes.slots["three"] = 2
         assert await planner.may_change(), "there is room now"
 
-    planned(body, {"one": 2, "two": 2, "three": 0})
 
-
-def test_drained_job_stays_as_long_as_its_first_draining_node(planned):
-    async def body(planner, running, context):
+async def test_drained_job_stays_as_long_as_its_first_draining_node(planned):
+    async with planned({"one": 2, "two": 2, "three": 0}) as (planner, running, context):
         now = time.monotonic()
         context.cluster.nodes.draining |= {"one", "two", "three"}
         context.cluster.nodes.leave_by |= {"one": now + 9000.0, "two": now + 5000.0, "three": now + 600.0}
@@ -302,11 +276,11 @@ def test_drained_job_stays_as_long_as_its_first_draining_node(planned):
         seconds = int(re.search(r"for (\d+) s;", said)[1])
         assert 4000 < seconds < 5000
 
-    planned(body, {"one": 2, "two": 2, "three": 0})
 
-
-def test_drained_job_that_cannot_move_or_shrink_changes_its_layout(planned):
-    async def body(planner, running, context):
+async def test_drained_job_that_cannot_move_or_shrink_changes_its_layout(planned):
+    reshaped = {"parallel": {"tensor": 2, "pipeline": 2}, "elastic": {"reshape": True}}
+    async with planned({"one": 4, "two": 2}, **reshaped) as (planner, running, context):
+        context.cluster.nodes.used["two"] = 2
         context.cluster.nodes.draining.add("one")
         assert await planner.plan(running) is None
         context.cluster.nodes.used["two"] = 0
@@ -316,15 +290,9 @@ def test_drained_job_that_cannot_move_or_shrink_changes_its_layout(planned):
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 1)
         assert change.cause == "placed again as tensor 2 x pipeline 1 x data 1: its nodes are being drained"
 
-    async def full_at_first(planner, running, context):
-        context.cluster.nodes.used["two"] = 2
-        await body(planner, running, context)
 
-    planned(full_at_first, {"one": 4, "two": 2}, parallel={"tensor": 2, "pipeline": 2}, elastic={"reshape": True})
-
-
-def test_reshaped_job_does_not_grow_while_others_wait(planned, submit, store):
-    async def body(planner, running, context):
+async def test_reshaped_job_does_not_grow_while_others_wait(planned, submit, store):
+    async with planned({"one": 4}, shape=1, **WHOLE) as (planner, running, _):
         waiting = submit(parallel={"tensor": 2})
         assert await planner.plan(running) is None
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
@@ -332,11 +300,9 @@ def test_reshaped_job_does_not_grow_while_others_wait(planned, submit, store):
         assert isinstance(change, Relocate) and change.why == "there is room again"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 2)
 
-    planned(body, {"one": 4}, shape=1, **WHOLE)
 
-
-def test_resize_takes_no_units_that_queued_jobs_wait_for(planned, submit, store):
-    async def body(planner, running, context):
+async def test_resize_takes_no_units_that_queued_jobs_wait_for(planned, submit, store):
+    async with planned(THREE, wanted=3, **ELASTIC) as (planner, running, context):
         waiting = submit(parallel={"tensor": 2, "data": 3})
         assert await planner.plan(running) is None
         assert await planner.plan(running) is None
@@ -345,15 +311,11 @@ def test_resize_takes_no_units_that_queued_jobs_wait_for(planned, submit, store)
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
         assert isinstance(await planner.plan(running), Grow)
 
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
-
-def test_resize_to_fewer_replicas_ignores_the_queue(planned, submit):
-    async def body(planner, running, context):
+async def test_resize_to_fewer_replicas_ignores_the_queue(planned, submit):
+    async with planned({"one": 4}, wanted=1, **ELASTIC) as (planner, running, _):
         submit(parallel={"tensor": 2, "data": 2})
         assert isinstance(await planner.plan(running), Shrink)
-
-    planned(body, {"one": 4}, wanted=1, **ELASTIC)
 
 
 def cannot(agent):
@@ -361,52 +323,34 @@ def cannot(agent):
 
 
 def is_not_ready(agent):
-    async def prepare(order):
-        return agent.rank != 4
-
-    agent.prepare = prepare
+    agent.prepare = AsyncMock(side_effect=lambda order: agent.rank != 4)
 
 
-@pytest.mark.parametrize("trouble", [cannot, is_not_ready])
-def test_standby_with_an_unready_agent_is_dismissed(planned, trouble):
-    async def body(planner, running, context):
+def is_slow(agent):
+    agent.prepare = lambda order: asyncio.Event().wait()
+
+
+def is_not_described(agent):
+    """Is lost before its order, which the test says."""
+
+
+@pytest.mark.parametrize("trouble", [cannot, is_not_ready, is_slow, is_not_described])
+async def test_standby_with_an_unready_lost_or_slow_agent_is_dismissed(planned, monkeypatch, trouble):
+    async with planned(THREE, wanted=3, **ELASTIC) as (planner, running, context):
+        if trouble is is_slow:
+            monkeypatch.setattr(resize_and_drain, "PREPARE_SECONDS", 0.01)
+        elif trouble is is_not_described:
+            monkeypatch.setattr(resize_and_drain, "describe", AsyncMock(return_value=None))
         context.cluster.agents.on_start = trouble
         assert await planner.plan(running) is None
         assert nothing_is_left_of_the_standby(context)
 
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
-
-
-def test_standby_lost_before_its_orders_is_dismissed(planned, monkeypatch):
-    async def lost(agents):
-        return None
-
-    async def body(planner, running, context):
-        monkeypatch.setattr(resize_and_drain, "describe", lost)
-        assert await planner.plan(running) is None
-        assert nothing_is_left_of_the_standby(context)
-
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
-
-
-def test_standby_that_prepares_too_slowly_is_dismissed(planned, monkeypatch):
-    monkeypatch.setattr(resize_and_drain, "PREPARE_SECONDS", 0.01)
-
-    def is_slow(agent):
-        agent.prepare = lambda order: asyncio.Event().wait()
-
-    async def body(planner, running, context):
-        context.cluster.agents.on_start = is_slow
-        assert await planner.plan(running) is None
-        assert nothing_is_left_of_the_standby(context)
-
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
-
 
 @pytest.mark.parametrize("happens", [Cancel(), Pause(), TimeUp()])
 @pytest.mark.parametrize("late", [False, True], ids=["while_it_starts", "when_it_is_ready"])
-def test_standby_of_a_job_that_ends_is_dismissed(planned, happens, late):
-    async def body(planner, running, context):
+async def test_standby_of_a_job_that_ends_is_dismissed(planned, happens, late):
+    async with planned(THREE, wanted=3, **ELASTIC) as (planner, running, context):
+
         def end_it(agent):
             async def prepare(order):
                 context.inbox.put(happens)
@@ -418,13 +362,11 @@ def test_standby_of_a_job_that_ends_is_dismissed(planned, happens, late):
         assert await planner.plan(running) is None
         assert nothing_is_left_of_the_standby(context)
 
-    planned(body, {"one": 2, "two": 2, "three": 2}, wanted=3, **ELASTIC)
 
-
-def test_drained_job_keeps_its_replica_if_a_rank_dies_meanwhile(planned):
+async def test_drained_job_keeps_its_replica_if_a_rank_dies_meanwhile(planned):
     """What follows from the death comes first."""
+    async with planned(THREE, **ELASTIC) as (planner, running, context):
 
-    async def body(planner, running, context):
         def dies(agent):
             async def prepare(order):
                 context.gang.agents[0].die()
@@ -438,20 +380,15 @@ def test_drained_job_keeps_its_replica_if_a_rank_dies_meanwhile(planned):
         assert await planner.plan(running) is None
         assert nothing_is_left_of_the_standby(context)
 
-    planned(body, {"one": 2, "two": 2, "three": 2}, **ELASTIC)
 
-
-def test_look_for_room_is_repeated_after_an_error(planned, monkeypatch):
+async def test_look_for_room_is_repeated_after_an_error(planned, monkeypatch):
     monkeypatch.setattr(resize_and_drain, "ROOM_SECONDS", 0.001)
-
-    async def body(planner, running, context):
+    async with planned({"one": 8}, wanted=3, **ELASTIC) as (planner, _, context):
         context.cluster.nodes.error = RuntimeError("Ray does not answer")
         looking = asyncio.create_task(planner.check_for_room())
         await reached(lambda: context.inbox.has(Resize))
         assert context.cluster.nodes.error is None, "the first look has failed"
         looking.cancel()
-
-    planned(body, {"one": 8}, wanted=3, **ELASTIC)
 
 
 @pytest.mark.parametrize(

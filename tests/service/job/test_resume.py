@@ -19,6 +19,7 @@ from manta.workers.checkpoint.catalog import MANIFEST, Manifest, checkpoint_path
 from manta.workers.config import ElasticConfig
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import layout_tag
+from tests.service.support.fake_agents import FakeAgent
 from tests.service.support.fake_cluster import FakeCluster
 
 
@@ -38,9 +39,10 @@ def job(store, submit, cluster):
     return context
 
 
-def holds(job, rank, *steps):
-    """What is in the rank's own shared memory."""
-    job.gang.agents[rank].steps = list(steps)
+def hold(job, *steps):
+    """What is in each rank's own shared memory."""
+    for agent, own in zip(job.gang.agents, steps, strict=True):
+        agent.steps = own
 
 
 def saved(job, step, generation=1):
@@ -68,24 +70,20 @@ def test_resume_without_any_state_begins_at_the_start(job):
     assert resume_of(job) == (Resume(), "start")
 
 
-def test_resume_uses_the_newest_snapshot_step_that_all_ranks_have(job):
-    holds(job, 0, 3, 4)
-    holds(job, 1, 2, 3)
-    assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
-
-
-def test_resume_counts_a_step_held_by_a_resting_process(job):
-    holds(job, 0, 3, 4)
-    holds(job, 1, 2, 3)
-    job.gang.resting_steps = {1: 4}
-    assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
-
-
-def test_process_at_rest_without_a_state_adds_nothing(job):
-    holds(job, 0, 3)
-    holds(job, 1, 3)
-    job.gang.resting_steps = {1: None}
-    assert resume_of(job) == (Resume("snapshot", 3), "snapshot")
+@pytest.mark.parametrize(
+    ("held", "resting", "step", "source", "fetches"),
+    [
+        (([3, 4], [2, 3]), {}, 3, "snapshot", False),
+        (([3, 4], [2, 3]), {1: 4}, 4, "memory and snapshot", False),
+        (([3], [3]), {1: None}, 3, "snapshot", False),
+        (([3], []), {0: 4, 1: 4}, 4, "memory and snapshot", True),  # what was fetched is older
+    ],
+)
+def test_resume_uses_the_newest_step_in_snapshots_and_resting_processes(job, held, resting, step, source, fetches):
+    hold(job, *held)
+    job.gang.resting_steps = resting
+    assert resume_of(job) == (Resume("snapshot", step), source)
+    assert [bool(agent.fetched) for agent in job.gang.agents] == [False, fetches]
 
 
 def test_resume_ignores_a_checkpoint_of_another_job_in_the_folder(job):
@@ -112,8 +110,7 @@ def test_resume_waits_for_the_checkpoint_folder_only_if_it_is_needed(
     nor was it written here."""
     job.record.has_begun = has_launched
     completed(job, complete)
-    holds(job, 0, 3)
-    holds(job, 1, 3)
+    hold(job, [3], [3])
     job.gang.resting_steps = {1: at_rest}
     asked, listed = [], job.folder_reader.list
 
@@ -130,24 +127,21 @@ def test_resume_waits_for_the_checkpoint_folder_only_if_it_is_needed(
 def test_resume_uses_a_checkpoint_only_if_it_is_newer_than_memory(job, step, source):
     saved(job, 1)
     newest = saved(job, step)
-    holds(job, 0, 3)
-    holds(job, 1, 3)
+    hold(job, [3], [3])
     expected = Resume("checkpoint", step, newest) if source == "checkpoint" else Resume("snapshot", 3)
     assert resume_of(job) == (expected, source)
 
 
 def test_resume_after_ranks_differ_twice_uses_a_checkpoint(job, store):
     path = saved(job, 2)
-    for rank in (0, 1):
-        holds(job, rank, 3)
+    hold(job, [3], [3])
     store.write(lambda s: generations.begin(s, job.id, "test", True, data={"failure": {"kind": "corrupt", "step": 4}}))
     assert resume_of(job, "corrupt", 5) == (Resume("snapshot", 3), "snapshot")
     assert resume_of(job, "corrupt", 4) == (Resume("checkpoint", 2, path), "checkpoint")
 
 
 def test_resume_after_ranks_differ_twice_without_a_checkpoint_begins_anew(job, store):
-    for rank in (0, 1):
-        holds(job, rank, 3)
+    hold(job, [3], [3])
     store.write(lambda s: generations.begin(s, job.id, "test", True, data={"failure": {"kind": "corrupt", "step": 4}}))
     assert resume_of(job, "corrupt", 4) == (Resume(), "start")
 
@@ -190,7 +184,7 @@ def test_resume_brings_checkpoint_rows_in_line_with_the_folder(job, store):
 
 
 def test_resume_fetches_lost_snapshots_from_a_peer(job):
-    holds(job, 0, 2, 3)
+    hold(job, [2, 3], [])
     assert resume_of(job) == (Resume("snapshot", 3), "peer")
     assert job.gang.agents[1].fetched == [(1, job.gang.tag, 0)]
 
@@ -204,30 +198,19 @@ def test_snapshots_of_a_departing_agent_are_fetched_from_its_node(job, cluster):
 
 
 def test_newer_state_on_the_node_that_was_left_is_brought_in_the_place_of_older_files(job, cluster):
-    holds(job, 0, 3)
-    holds(job, 1, 3)
+    hold(job, [3], [3])
     cluster.agents.memory["three"] = {(job.id, job.gang.tag, rank): [5] for rank in (0, 1)}
     job.gang.departing.append(AgentSet(asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))))
     assert resume_of(job) == (Resume("snapshot", 5), "snapshot")
 
 
-@pytest.mark.parametrize("trouble", ["silence", "lose"])
-def test_resume_does_without_a_departing_agent_that_is_silent(job, cluster, monkeypatch, trouble):
+@pytest.mark.parametrize("trouble", [FakeAgent.silence, FakeAgent.lose, lambda it: it.refuse("snapshot_files", "no")])
+def test_resume_does_without_a_departing_agent_that_does_not_list_snapshots(job, cluster, monkeypatch, trouble):
     monkeypatch.setattr(resume, "DEPARTING_SECONDS", 0.001)
     (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
-    getattr(holder, trouble)()
+    trouble(holder)
     job.gang.departing.append(AgentSet([holder]))
-    holds(job, 0, 2)
-    holds(job, 1, 2)
-    assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
-
-
-def test_resume_does_without_a_departing_agent_that_cannot_list_snapshots(job, cluster):
-    (holder,) = asyncio.run(cluster.agents.start_snapshot_holders(job.id, ["three"]))
-    holder.refuse("snapshot_files", "cannot look there now")
-    job.gang.departing.append(AgentSet([holder]))
-    holds(job, 0, 2)
-    holds(job, 1, 2)
+    hold(job, [2], [2])
     assert resume_of(job) == (Resume("snapshot", 2), "snapshot")
 
 
@@ -266,15 +249,12 @@ def test_newest_checkpoint_that_cannot_be_read_is_not_gone_back_behind(job):
     with away(Path(newest, MANIFEST)):
         with pytest.raises(CheckpointsUnreadable, match=r"of step 5, which cannot be read now: .*Input/output error"):
             resume_of(job)
-        holds(job, 0, 4)
-        holds(job, 1, 4)
+        hold(job, [4], [4])
         with pytest.raises(CheckpointsUnreadable, match="continue from an older checkpoint instead, delete its folder"):
             resume_of(job)
-        holds(job, 0, 5)
-        holds(job, 1, 5)
+        hold(job, [5], [5])
         assert resume_of(job) == (Resume("snapshot", 5), "snapshot"), "what is in memory is as new"
-    holds(job, 0)
-    holds(job, 1)
+    hold(job, [], [])
     assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint")
     with away(Path(older, MANIFEST)):
         assert resume_of(job) == (Resume("checkpoint", 5, newest), "checkpoint"), "nobody needs the older one"
@@ -358,17 +338,3 @@ def test_resume_of_a_job_that_never_began_asks_about_no_other_layouts(store, clu
     for agent in job.gang.agents:
         agent.refuse("snapshot_files", "nobody may ask")
     assert resume_of(job) == (Resume(), "start")
-
-
-def test_resume_source_ignores_fetched_snapshots_older_than_held_steps(job):
-    holds(job, 0, 3)
-    job.gang.resting_steps = {0: 4, 1: 4}
-    assert resume_of(job) == (Resume("snapshot", 4), "memory and snapshot")
-    assert job.gang.agents[1].fetched
-
-
-def test_resume_fetches_no_snapshots_if_all_ranks_have_them(job):
-    holds(job, 0, 3)
-    holds(job, 1, 3)
-    resume_of(job)
-    assert [agent.fetched for agent in job.gang.agents] == [[], []]

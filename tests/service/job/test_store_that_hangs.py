@@ -32,9 +32,7 @@ def while_it_hangs(monkeypatch, job):
         return Listing(folder, problem=f"the folder {folder} cannot be listed: no answer in {seconds:g} s")
 
     async def hang():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1, 2, 3, 4)
+        await job.train(1, 2, 3, 4)
         save_checkpoint(job, 2)
         await job.store.write_async(lambda s: checkpoints.begin(s, job.id, 1, 4, "/store/4"))
         for agent in job.ranks:

@@ -1,22 +1,21 @@
 """A supervisor takes its job to an end whatever dies: what is written, in which order, and what is left."""
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 
 from manta.service.job import supervisor
 from manta.service.job.inbox import NodeLost
 from tests.service.support.fake_cluster import FakeCluster
-from tests.service.support.supervised_job import AGAIN, UP, story
+from tests.service.support.supervised_job import AGAIN, UP
 from tests.service.support.waiting import reached
 
 pytestmark = pytest.mark.usefixtures("short_waits")
 
 
-async def test_undisturbed_job_is_launched_once_and_leaves_nothing_behind(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
+async def test_undisturbed_job_is_launched_once_and_leaves_nothing_behind(job, cluster):
+    await job.train()
     assert job.rank_states == ["running"] * 4
     assert [agent.orders[0].rank for agent in job.ranks] == [0, 1, 2, 3]
     assert {agent.orders[0].store_port for agent in job.ranks} == {4000}
@@ -30,44 +29,29 @@ async def test_undisturbed_job_is_launched_once_and_leaves_nothing_behind(two_re
     assert cluster.nothing_held
 
 
-async def test_job_succeeds_although_its_checkpoints_cannot_be_listed(two_replicas, cluster, monkeypatch):
-    async def unreadable(_job):
-        raise OSError("the folder is away")
-
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
-    monkeypatch.setattr(supervisor, "known_checkpoints", unreadable)
+async def test_job_succeeds_although_its_checkpoints_cannot_be_listed(job, cluster, monkeypatch):
+    await job.train(1)
+    monkeypatch.setattr(supervisor, "known_checkpoints", AsyncMock(side_effect=OSError("the folder is away")))
     await job.finish()
     assert job.row.state == "SUCCEEDED" and cluster.nothing_held
 
 
 async def test_supervisor_that_releases_a_running_job_leaves_no_task(two_replicas, cluster):
     job = two_replicas(cluster, max_duration=1000.0)
-    await job.start()
-    await job.watched(1)
+    await job.train()
     await job.die_with_control_plane()
     await reached(lambda: len(asyncio.all_tasks()) == 1)
     assert not cluster.nothing_held, "it trains on"
 
 
-def test_killed_rank_gets_a_new_process_and_the_others_keep_theirs(two_replicas, cluster):
-    job = two_replicas(cluster)
-
-    async def body():
-        await job.start()
-        await job.watched(1)
-        await job.commit(1, 2, 3)
-        first = list(job.ranks)
-        job.ranks[1].die()
-        await job.watched(2)
-        assert job.ranks == first, "agents outlive their trainers"
-        assert all(agent.orders[-1].resume.step == 3 for agent in first)
-        await job.commit(4)
-        await job.finish()
-
-    story(body)
+async def test_killed_rank_gets_a_new_process_and_the_others_keep_theirs(job, cluster):
+    await job.train(1, 2, 3)
+    first = list(job.ranks)
+    job.ranks[1].die()
+    await job.watched(2)
+    assert job.ranks == first, "agents outlive their trainers"
+    assert all(agent.orders[-1].resume.step == 3 for agent in first)
+    await job.finish(4)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     ((_, *first), (cause, *second)) = job.generations
     assert (first, second) == (["start", 0], ["snapshot", 3])
@@ -77,46 +61,24 @@ def test_killed_rank_gets_a_new_process_and_the_others_keep_theirs(two_replicas,
     assert cluster.nothing_held
 
 
-async def test_two_ranks_that_die_together_are_one_recovery(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
-    job.ranks[3].die()
-    job.ranks[1].die()
-    await job.watched(2)
-    await job.commit(2)
-    await job.finish()
-    assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
-    assert job.row.restarts == 1
-
-
-async def test_death_during_the_start_of_a_generation_is_another_recovery(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+@pytest.mark.parametrize("together", [True, False])
+async def test_ranks_that_die_together_are_one_recovery_and_one_after_the_other_two(job, together):
+    await job.train(1)
     job.ranks[0].die()
-    await job.watched(2)
-    job.ranks[0].die()
-    await job.watched(3)
-    await job.commit(2)
-    await job.finish()
-    second = ["generation_started", "ranks_replaced", "rank_lost", "held_back", *AGAIN, "SUCCEEDED"]
-    assert job.log == [*UP, "RECOVERING", "rank_lost", *second]
-    assert job.row.restarts == 2
+    if not together:
+        await job.watched(2)
+    job.ranks[0 if not together else 3].die()
+    await job.finish(2, generation=2 if together else 3)
+    second = [] if together else ["generation_started", "ranks_replaced", "rank_lost", "held_back"]
+    assert job.log == [*UP, "RECOVERING", "rank_lost", *second, *AGAIN, "SUCCEEDED"]
+    assert job.row.restarts == 2 - together
 
 
-async def test_rank_that_lost_a_peer_is_not_the_culprit(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+async def test_rank_that_lost_a_peer_is_not_the_culprit(job):
+    await job.train(1)
     job.ranks[0].rest_by_itself(1)
     job.ranks[2].die()
-    await job.watched(2)
-    await job.commit(2)
-    await job.finish()
+    await job.finish(2, generation=2)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert "rank 2 was killed" in job.message("rank_lost")
     (lost,) = [event.data for event in job.events if event.type == "rank_lost"]
@@ -131,16 +93,13 @@ async def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster, mo
         return await replace_lost(context, lost, generation, failures)
 
     monkeypatch.setattr(supervisor, "replace_lost", note_and_replace)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     before = list(job.ranks)
     job.ranks[2].lose()
     await job.watched(2)
     assert [old is new for old, new in zip(before, job.ranks, strict=True)] == [True, True, False, True]
     assert job.ranks[2].description.group == before[2].description.group
-    await job.commit(2)
-    await job.finish()
+    await job.finish(2)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.recoveries == [(2, "agent_lost", "memory and snapshot", 1)]
     assert counted == ["agent_lost"], "its node is judged by this failure too"
@@ -150,16 +109,13 @@ async def test_lost_agent_is_replaced_in_its_own_place(two_replicas, cluster, mo
 async def test_replica_on_a_lost_node_continues_elsewhere_with_its_peers_state(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2, three=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     assert [agent.node for agent in job.ranks] == ["one", "one", "two", "two"]
     cluster.lose_node("two")
     job.supervisor.tell(NodeLost("two", "it does not answer"))
     await job.watched(2)
     assert [agent.node for agent in job.ranks] == ["one", "one", "three", "three"]
-    await job.commit(2)
-    await job.finish()
+    await job.finish(2)
     assert sorted(job.log[4:7]) == ["RECOVERING", "node_lost", "rank_lost"]
     assert job.log[7:] == [*AGAIN, "SUCCEEDED"]
     assert job.recoveries == [(2, "agent_lost", "memory and peer", 1)]
@@ -170,15 +126,12 @@ async def test_replica_on_a_lost_node_continues_elsewhere_with_its_peers_state(t
 async def test_elastic_job_continues_without_a_replica_that_lost_its_places(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0}, elastic={"min_data": 1, "max_data": 2})
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     cluster.lose_node("one")
     job.supervisor.tell(NodeLost("one", "gone"))
     await job.watched(2)
     assert [(agent.node, agent.rank) for agent in job.ranks] == [("two", 0), ("two", 1)]
-    await job.commit(2)
-    await job.finish()
+    await job.finish(2)
     assert job.log[7:] == ["shrunk", "generation_started", *AGAIN[1:], "SUCCEEDED"]
     assert job.generations[1][1:] == ("memory", 1), "the state of another layout, in shared memory"
     assert job.row.replicas == 1
@@ -188,9 +141,7 @@ async def test_elastic_job_continues_without_a_replica_that_lost_its_places(two_
 async def test_job_without_places_waits_in_the_queue_and_resumes(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     cluster.lose_node("two")
     job.supervisor.tell(NodeLost("two", "gone"))
     await job.task
@@ -198,9 +149,7 @@ async def test_job_without_places_waits_in_the_queue_and_resumes(two_replicas, t
     assert not cluster.agents.living and not cluster.groups.held
     assert job.rank_states == ["exited"] * 4
     cluster.nodes.slots["three"], cluster.nodes.used["three"] = 2, 0
-    await job.start()
-    await job.watched(2)
-    await job.commit(2)
+    await job.train(2)
     await job.finish()
     assert sorted(job.log[4:7]) == ["RECOVERING", "node_lost", "rank_lost"]
     assert job.log[7:] == ["QUEUED", *UP, "SUCCEEDED"]

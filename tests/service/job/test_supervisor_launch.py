@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -13,7 +14,7 @@ from manta.service.job.supervisor import Supervisor
 from manta.service.recovery import decisions
 from manta.service.recovery.decisions import Death
 from manta.service.store import jobs, pauses_and_retries
-from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP, story
+from tests.service.support.supervised_job import AGAIN, LAUNCHED, UP
 from tests.service.support.waiting import reached
 
 pytestmark = pytest.mark.usefixtures("short_waits")
@@ -25,12 +26,9 @@ def refusing(method, times):
     return lambda agent: agent.refuse(method, "broken") if next(started) < times and agent.rank == 1 else None
 
 
-async def test_launch_that_fails_is_tried_again_with_other_agents(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_launch_that_fails_is_tried_again_with_other_agents(job, cluster):
     cluster.agents.on_start = refusing("snapshot_steps", job.world_size)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     await job.finish()
     assert job.log == [
         "STARTING",
@@ -60,36 +58,28 @@ async def test_launch_that_always_fails_fails_the_job(two_replicas, cluster):
 async def test_launch_failures_are_counted_since_the_last_success(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 2})
     cluster.agents.on_start = refusing("snapshot_steps", 2 * job.world_size)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     assert job.log.count("held_back") == 1
     again = itertools.count()
     cluster.agents.on_start = lambda agent: agent.refuse("snapshot_steps", "broken") if not next(again) else None
     job.ranks[0].refuse("snapshot_steps", "broken")
     job.ranks[2].die()
-    await job.watched(2)
-    await job.finish()
+    await job.finish(generation=2)
     assert job.log.count("rank_lost") == 5
     assert job.log.count("held_back") == 2, "the second of either time, though there was a step in between"
     assert job.row.state == "SUCCEEDED"
 
 
-async def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_agent_that_does_not_take_its_order_is_a_death_of_the_new_generation(job, cluster):
     cluster.agents.on_start = refusing("launch", job.world_size)
     await job.start()
-    await job.watched(2)
-    await job.commit(1)
-    await job.finish()
+    await job.finish(1, generation=2)
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     assert job.message("rank_lost") == "rank 1 could not be launched (broken)"
 
 
-async def test_silent_agents_before_a_launch_are_lost_with_those_of_a_lost_node(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
+async def test_silent_agents_before_a_launch_are_lost_with_those_of_a_lost_node(job, cluster):
+    await job.train()
     death, lost = await job.supervisor._launch_failure(LaunchFailed({1: "it is gone", 3: "no answer"}))
     assert (death.sentence, lost) == ("rank 1 could not be launched (it is gone)", (1, 3))
     cluster.nodes.lost.add(job.supervisor._gang.nodes[1])
@@ -113,7 +103,7 @@ async def test_job_with_exhausted_restarts_fails_and_keeps_its_snapshots(two_rep
     assert abs(job.row.memory_kept_until - time.time() - DEFAULT_MEMORY_SECONDS) < 60
 
 
-def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_replicas, cluster):
+async def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_replicas, cluster):
     job = two_replicas(cluster, recovery={"max_restarts": 1})
 
     async def fail(generation):
@@ -121,21 +111,16 @@ def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_
         await job.commit(generation)
         job.ranks[0].die()
 
-    async def body():
-        await job.start()
-        await fail(1)
-        await fail(2)
-        await job.task
-        assert job.row.state == "FAILED"
-        job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
-        assert (job.row.state, job.row.memory_kept_until, job.row.finished_at) == ("QUEUED", None, None)
-        await job.start()
-        await fail(3)  # which the first budget would not have allowed
-        await job.watched(4)
-        await job.commit(5)
-        await job.finish()
-
-    story(body)
+    await job.start()
+    await fail(1)
+    await fail(2)
+    await job.task
+    assert job.row.state == "FAILED"
+    job.store.write(lambda s: pauses_and_retries.request_retry(s, job.id))
+    assert (job.row.state, job.row.memory_kept_until, job.row.finished_at) == ("QUEUED", None, None)
+    await job.start()
+    await fail(3)  # which the first budget would not have allowed
+    await job.finish(5, generation=4)
     assert job.row.state == "SUCCEEDED"
     assert [each[1:] for each in job.generations] == [("start", 0), ("snapshot", 1), ("snapshot", 2), ("snapshot", 3)]
     assert job.generations[2][0] == "tried again by the user"
@@ -143,30 +128,17 @@ def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budget(two_
     assert cluster.nothing_held
 
 
-async def test_job_that_fails_before_its_first_step_leaves_nothing(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    job.ranks[0].fail("bad_data", 1, "one clear sentence")
-    await job.task
-    assert (job.row.state, job.row.memory_kept_until) == ("FAILED", None)
-    assert cluster.nothing_held
-
-
-async def test_job_fails_without_snapshots_if_none_are_to_be_kept(two_replicas, cluster):
-    job = two_replicas(cluster)
-    job.facts = {"memory_seconds": 0.0}
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+@pytest.mark.parametrize(("facts", "steps"), [({}, ()), ({"memory_seconds": 0.0}, (1,))])
+async def test_job_that_fails_before_its_first_step_or_keeps_no_snapshots_leaves_nothing(job, cluster, facts, steps):
+    job.facts = facts
+    await job.train(*steps)
     job.ranks[0].fail("bad_data", 2, "one clear sentence")
     await job.task
-    assert (job.log[-1], job.row.memory_kept_until) == ("FAILED", None)
+    assert (job.row.state, job.log[-1], job.row.memory_kept_until) == ("FAILED", "FAILED", None)
     assert cluster.nothing_held
 
 
-async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(job):
     await job.start()
     for generation in (1, 2):
         await job.watched(generation)
@@ -180,36 +152,22 @@ async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(two_r
 
 
 @pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
-async def test_failure_that_no_restart_cures_fails_the_job_at_once(two_replicas, cluster, kind):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
+async def test_failure_that_no_restart_cures_fails_the_job_at_once(job, kind):
+    await job.train()
     job.ranks[0].fail(kind, 1, "one clear sentence")
     await job.task
     assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
     assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
 
 
-async def test_job_cancelled_during_placement_is_ended_without_a_launch(two_replicas, cluster):
-    job = two_replicas(cluster)
-    cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
-    await job.start()
-    await job.task
-    assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
-    assert cluster.nothing_held
-
-
-async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_replicas, cluster):
+async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(job, cluster):
     """Its snapshots would stay in the nodes' memory for as long as the control plane lives."""
-    job = two_replicas(cluster)
 
     def refuse():
         job.cancel()
         raise NotPlaced("there is no room")
 
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     cluster.groups.refuse = refuse
     for agent in list(job.ranks):
         cluster.agents.living.pop(agent.name)
@@ -219,8 +177,7 @@ async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(two_
     assert cluster.nothing_held
 
 
-async def test_job_cancelled_during_its_launch_leaves_nothing_behind(two_replicas, cluster):
-    job = two_replicas(cluster)
+async def test_job_cancelled_during_its_launch_leaves_nothing_behind(job, cluster):
     await job.start()
     await cluster.agents.until(lambda: bool(cluster.agents.living))
     job.cancel()
@@ -230,20 +187,20 @@ async def test_job_cancelled_during_its_launch_leaves_nothing_behind(two_replica
     assert cluster.nothing_held
 
 
-async def test_job_cancelled_before_its_launch_gets_no_generation(two_replicas, cluster):
-    job = two_replicas(cluster)
-    cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
+@pytest.mark.parametrize("during", ["placement", "start of its agents"])
+async def test_job_cancelled_before_its_launch_gets_no_generation(job, cluster, during):
+    if during == "placement":
+        cluster.groups.refuse = lambda: job.store.write(lambda s: jobs.request_cancel(s, job.id))
+    else:
+        cluster.agents.on_start = lambda agent: job.cancel() if agent.rank == 3 else None
     await job.start()
     await job.task
     assert job.log == ["STARTING", "CANCELLING", "CANCELLED"]
     assert cluster.nothing_held
 
 
-async def test_running_job_is_cancelled(two_replicas, cluster):
-    job = two_replicas(cluster)
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+async def test_running_job_is_cancelled(job, cluster):
+    await job.train(1)
     agents = list(job.ranks)
     job.cancel()
     await job.task
@@ -253,16 +210,14 @@ async def test_running_job_is_cancelled(two_replicas, cluster):
 
 
 @pytest.mark.parametrize("leave", ["cancel", "pause"])
-async def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, cluster, monkeypatch, leave):
-    job = two_replicas(cluster)
+async def test_cancel_or_pause_ends_the_wait_before_the_next_try(job, cluster, monkeypatch, leave):
     monkeypatch.setattr(decisions, "INITIAL_WAIT_SECONDS", 1000.0)
     monkeypatch.setattr(decisions, "MAX_WAIT_SECONDS", 1000.0)
 
     async def held_back():
         await reached(lambda: "held_back" in job.log)
 
-    await job.start()
-    await job.watched(1)
+    await job.train()
     job.ranks[0].die()
     await job.watched(2)
     job.ranks[0].die()
@@ -279,11 +234,7 @@ async def test_cancel_or_pause_ends_the_wait_before_the_next_try(two_replicas, c
 async def test_backoff_of_a_leaving_job_ends_when_its_time_to_leave_is_over(store, submit, cluster):
     context, waits = JobContext.of(store, cluster, submit()), []
     supervisor = Supervisor(context)
-
-    async def wait(*kinds, seconds):
-        waits.append((seconds, *kinds))
-
-    context.inbox.wait = wait
+    context.inbox.wait = AsyncMock(side_effect=lambda *kinds, seconds: waits.append((seconds, *kinds)))
     await supervisor._wait_before_generation(2.0, Death(0, "killed"))
     supervisor.tell(Pause())
     await supervisor._wait_before_generation(4.0, Death(0, "killed"))

@@ -19,11 +19,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(launch, "MAX_WAIT_SECONDS", 0.02)
 
 
-@pytest.fixture
-def job(two_replicas, cluster):
-    return two_replicas(cluster)
-
-
 def ask(job, steps=1, step=0, profiled=()):
     """A user wants a trace."""
     number = job.store.write(lambda s: step_traces.request(s, job.id, steps, step, profiled)).number
@@ -45,9 +40,7 @@ async def until(job, condition):
 
 
 async def test_trace_order_goes_to_rank_0_only_and_all_ranks_report(job, cluster):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     first, second = ask(job, 2, 4), ask(job)
     await until(job, lambda: len(job.ranks[0].traces) == 2)
     assert orders(job) == [[TraceOrder(first, 1, 2, 4), TraceOrder(second, 1, 1, 0)], [], [], []]
@@ -61,9 +54,7 @@ async def test_trace_order_goes_to_rank_0_only_and_all_ranks_report(job, cluster
 
 
 async def test_trace_that_has_not_begun_moves_to_the_next_generation(job, cluster):
-    await job.start()
-    await job.watched(1)
-    await job.commit(1)
+    await job.train(1)
     first = ask(job)
     await until(job, lambda: len(job.ranks[0].traces) == 1)
     job.ranks[0].say(TraceBegan(first, 2))
@@ -81,8 +72,7 @@ async def test_trace_that_has_not_begun_moves_to_the_next_generation(job, cluste
 
 
 async def test_trace_order_is_repeated_until_a_starting_rank_takes_it(job, cluster):
-    await job.start()
-    await job.watched(1)
+    await job.train()
     job.ranks[0].running = False
     ask(job)
     await until(job, lambda: job.ranks[0].asked_to_trace >= 3)
@@ -91,8 +81,7 @@ async def test_trace_order_is_repeated_until_a_starting_rank_takes_it(job, clust
 
 
 async def test_trace_order_is_repeated_for_one_trace_while_another_was_delivered(job, cluster):
-    await job.start()
-    await job.watched(1)
+    await job.train()
     job.ranks[1].running = False
     passed, waits = ask(job), ask(job, profiled=(1,))
     await until(job, lambda: job.ranks[1].asked_to_trace and len(job.ranks[0].traces) == 1)
@@ -101,8 +90,7 @@ async def test_trace_order_is_repeated_for_one_trace_while_another_was_delivered
 
 
 async def test_trace_of_agents_of_another_release_fails_with_a_reason(job, cluster):
-    await job.start()
-    await job.watched(1)
+    await job.train()
     job.ranks[0].refuse("tell trace", "Agent has no method 'tell' for other processes")
     ask(job)
     await until(job, lambda: states(job) == ["failed"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +26,6 @@ from manta.service.store import (
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from manta.workers.config import JobSpec
 from tests.service.support.fake_cluster import FakeCluster, SimulatedAgent
-
-SECONDS = 60.0
 
 LAUNCHED = ["STARTING", "generation_started"]
 UP = [*LAUNCHED, "RUNNING", "first_step"]
@@ -75,6 +72,14 @@ class SupervisedJob:
         await self.store.write_async(self._place)
         await self.cluster.groups.acquire(self.id, generation, self.spec.layout, "manta_slot")
         self.supervise(generation)
+
+    async def train(self, *steps: int) -> None:
+        """Start the next generation, wait until it is watched, and commit `steps` in it."""
+        generation = self.row.generation + 1
+        await self.start()
+        await self.watched(generation)
+        if steps:
+            await self.commit(*steps)
 
     def _place(self, session):
         jobs.transition(session, self.id, JobState.STARTING)
@@ -133,12 +138,21 @@ class SupervisedJob:
         self.ranks[0].commit(*steps)
         await self.cluster.agents.until(lambda: self.ranks[0].all_handled)
 
-    async def finish(self) -> None:
-        """All ranks commit the last step; return when the supervisor has ended."""
+    async def finish(self, *steps: int, generation: int | None = None) -> None:
+        """All ranks commit `steps` and then the last step, once `generation` is watched; the supervisor has ended."""
+        if generation is not None:
+            await self.watched(generation)
+        if steps:
+            await self.commit(*steps)
         await self.commit(self.spec.train.steps)
         for agent in self.ranks:
             agent.finish(self.spec.train.steps)
         await self.task
+
+    def stop_saving(self) -> None:
+        """From now on no trainer saves and ends when it is told to."""
+        for agent in self.ranks:
+            agent.on_save = lambda agent: None
 
     def cancel(self) -> None:
         """The user cancels the job."""
@@ -212,13 +226,3 @@ def save_checkpoint(job: SupervisedJob, step: int, generation: int = 1) -> None:
     seal(path, Manifest(job.id, generation, step, {}, {}))
     row = job.store.write(lambda s: checkpoints.begin(s, job.id, generation, step, str(path)).id)
     job.store.write(lambda s: checkpoints.complete(s, row, 0))
-
-
-def story(body: Callable[[], Awaitable[None]]) -> None:
-    """Run a test's coroutine, for a while at most."""
-
-    async def bounded():
-        async with asyncio.timeout(SECONDS):
-            await body()
-
-    asyncio.run(bounded())

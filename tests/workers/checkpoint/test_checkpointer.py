@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from checkpoint_programs import bits, is_still, job, lone, trainer_of
@@ -45,6 +45,13 @@ def steps_on_disk(trainer: Trainer) -> list[int]:
 def save(trainer: Trainer, step: int) -> None:
     trainer.state.checkpoints.start(step)
     trainer.state.checkpoints.finish()
+
+
+def trained(trainer: Trainer) -> Checkpointer:
+    """The checkpoints of a rank after its first step, whose save is over."""
+    trainer.train_step()
+    trainer.state.checkpoints.finish()
+    return trainer.state.checkpoints
 
 
 def full(*_: object) -> int:
@@ -126,8 +133,7 @@ def test_rank_whose_part_is_saved_says_which_rank_it_waits_for(trainer, store, m
 
 def test_no_memory_for_copies_is_taken_if_checkpoints_are_never_due(trainer):
     checkpoints = trainer.state.checkpoints
-    config = checkpoints.spec.checkpoint.model_copy(update={"every_steps": 0})
-    checkpoints.spec = checkpoints.spec.model_copy(update={"checkpoint": config})
+    saves_every(trainer, 0)
     checkpoints.prepare_memory()
     checkpoints._writer.submit(lambda: None).result()
     assert checkpoints._copy_buffer is None
@@ -153,9 +159,7 @@ def _copies_when_asked_for(checkpoints: Checkpointer) -> list[str]:
 
 
 def test_state_is_copied_during_the_next_step_which_waits_before_changing_it(trainer):
-    trainer.train_step()
-    checkpoints = trainer.state.checkpoints
-    checkpoints.finish()
+    checkpoints = trained(trainer)
     checkpoints.due = lambda step: False
     before, log = bits(trainer), _copies_when_asked_for(checkpoints)
     checkpoints.start(2)
@@ -181,9 +185,7 @@ def test_step_without_a_copy_to_wait_for_has_no_checkpoint_phase(trainer):
 
 
 def test_restore_waits_until_the_state_is_copied_for_a_save(trainer):
-    trainer.train_step()
-    checkpoints = trainer.state.checkpoints
-    checkpoints.finish()
+    checkpoints = trained(trainer)
     log = _copies_when_asked_for(checkpoints)
     checkpoints.start(1)
     trainer.restore(Resume())
@@ -191,14 +193,8 @@ def test_restore_waits_until_the_state_is_copied_for_a_save(trainer):
 
 
 def test_save_without_memory_for_its_copy_fails_and_does_not_block(trainer):
-    trainer.train_step()
-    checkpoints = trainer.state.checkpoints
-    checkpoints.finish()
-
-    def too_large() -> Any:
-        raise RuntimeError("not enough memory: you tried to allocate 12 bytes")
-
-    checkpoints._buffer = too_large
+    checkpoints = trained(trainer)
+    checkpoints._buffer = Mock(side_effect=RuntimeError("not enough memory: you tried to allocate 12 bytes"))
     checkpoints.start(1)
     checkpoints.finish_copy()
     checkpoints.finish()
@@ -232,19 +228,13 @@ def test_save_now_saves_a_step_that_is_not_due_once_if_asked_twice(trainer, monk
     assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"]
 
 
-def test_a_save_that_is_under_way_is_waited_for_instead_of_made_again(trainer, monkeypatch):
+@pytest.mark.parametrize("step", [1, 2], ids=["the same step", "a later step"])
+def test_save_now_waits_for_a_save_under_way_instead_of_making_it_again(trainer, monkeypatch, step):
     noted = events_of_saves(trainer, monkeypatch)
     trainer.state.checkpoints.start(1)
-    assert trainer.state.checkpoints.save_now(1)
-    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"]
-
-
-def test_a_save_of_an_earlier_step_that_is_under_way_is_waited_for_first(trainer, monkeypatch):
-    noted = events_of_saves(trainer, monkeypatch)
-    trainer.state.checkpoints.start(1)
-    assert trainer.state.checkpoints.save_now(2)
-    assert steps_on_disk(trainer) == [1, 2]
-    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"] * 2
+    assert trainer.state.checkpoints.save_now(step)
+    assert steps_on_disk(trainer)[-1] == step
+    assert [kind for kind, _ in noted] == ["checkpoint_saving", "checkpoint_saved"] * step
 
 
 def test_save_now_retries_a_failing_save_a_few_times_and_then_gives_up(trainer, monkeypatch):

@@ -166,19 +166,6 @@ def test_read_error_is_reported_with_the_file_and_told_from_a_short_file(number,
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize("writes", [(10,), (1,) * 10, (4, 4, 2), (3, 3, 4), (5, 5), (0, 9, 1)])
-def test_sums_do_not_depend_on_the_sizes_of_writes(tmp_path, monkeypatch, writes):
-    monkeypatch.setattr(checksums, "BLOCK_BYTES", 4)
-    content, file, at = b"0123456789", SummingFile(io.FileIO(tmp_path / "file", "w")), 0
-    for count in writes:
-        assert file.write(content[at : at + count]) == count
-        at += count
-    file.close()
-    blocks = tuple(zlib.crc32(content[start : start + 4]) for start in (0, 4, 8))
-    assert file.sums == FileSums(10, blocks, 4)
-    assert (tmp_path / "file").read_bytes() == content
-
-
 @settings(deadline=None)
 @given(contents, st.data())
 def test_window_of_a_file_reads_like_a_file_with_only_its_bytes(content, data):

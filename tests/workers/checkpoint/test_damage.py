@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from checkpoint_files import saved as saved_at
 from checkpoint_programs import bits, is_still, job, load_damaged, lone, save, save_on_a_full_disk, train_and_save
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -378,19 +379,10 @@ def test_zeros_in_a_checkpoint_without_sums_are_reported_with_file_and_byte(save
         assert is_still(reader, state)
 
 
-def listed(folder: Path, step: int, generation: int) -> Path:
-    """A made-up whole checkpoint."""
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    (path / "data").write_bytes(b"12345")
-    seal(path, Manifest("j", generation, step, {"data": 5}, {}))
-    return path
-
-
 def test_checkpoint_made_after_a_fall_back_counts_as_newer_than_the_skipped_one(tmp_path):
     """Else pruning would keep the damaged one, and delete each new one as soon as it is there."""
-    good, bad = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
-    new = listed(tmp_path, 5, 2)
+    good, bad = saved_at(tmp_path, 4, 1), saved_at(tmp_path, 6, 1)
+    new = saved_at(tmp_path, 5, 2)
     assert [path for path, _ in complete_checkpoints(tmp_path)] == [good, bad, new]
     assert newest_usable(tmp_path) == (new, [])
     assert prune(tmp_path, 1, generation=2) == [good, bad]
@@ -405,7 +397,7 @@ def test_checkpoint_in_a_folder_that_nodes_do_not_share_is_not_sealed(tmp_path):
 
 
 def test_checkpoint_that_cannot_be_deleted_is_pruned_the_next_time(tmp_path):
-    old, new = listed(tmp_path, 4, 1), listed(tmp_path, 6, 1)
+    old, new = saved_at(tmp_path, 4, 1), saved_at(tmp_path, 6, 1)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError

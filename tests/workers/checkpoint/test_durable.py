@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,7 @@ from rank_programs import train_job
 from torch_reader import state_by_torch
 
 from manta.workers.checkpoint import durable
-from manta.workers.checkpoint.catalog import checkpoint_path, complete_checkpoints
-from manta.workers.checkpoint.checksums import DamagedCheckpoint
-from manta.workers.checkpoint.pruning import prune
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
@@ -219,57 +216,6 @@ def test_a_checkpoint_that_lacks_some_elements_is_not_loaded_with_zeros_in_their
         checkpoints.restore(str(path))
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.engine.state(), strict=True))
     trainer.close()
-
-
-def test_flipped_bit_is_reported_as_damage_with_the_name_of_the_file(tmp_path, corpus):
-    trainer = one_rank(corpus, tmp_path)
-    checkpoints = trainer.state.checkpoints
-    checkpoints.start(2)
-    checkpoints.finish()
-    ((path, manifest),) = complete_checkpoints(tmp_path)
-    file = path / max(manifest.files, key=manifest.files.__getitem__)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(DamagedCheckpoint, match=file.name):
-        checkpoints.restore(str(path))
-    trainer.close()
-
-
-def listed(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
-    """A made-up checkpoint."""
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    (path / "data").write_bytes(b"12345")
-    if whole:
-        manifest = {"job": "j", "generation": generation, "step": step, "files": {"data": 5}, "spec": {}}
-        (path / "manifest.json").write_text(json.dumps(manifest))
-    return path
-
-
-def test_pruning_keeps_the_newest_and_what_this_generation_still_writes(tmp_path):
-    oldest, interrupted = listed(tmp_path, 10, 1), listed(tmp_path, 20, 1, whole=False)
-    kept = [listed(tmp_path, 30, 2), listed(tmp_path, 30, 3)]
-    under_way = listed(tmp_path, 40, 3, whole=False)
-    (tmp_path / "notes").mkdir()
-    assert prune(tmp_path, 2, generation=3) == [oldest, interrupted]
-    assert {path.name for path in tmp_path.iterdir()} == {*(path.name for path in kept), under_way.name, "notes"}
-    assert [path for path, _ in complete_checkpoints(tmp_path)] == kept, "oldest first"
-
-
-def test_pruning_keeps_a_checkpoint_that_no_roll_back_can_undo(tmp_path):
-    for step in range(10, 500, 10):
-        listed(tmp_path, step, 1)
-        prune(tmp_path, 2, generation=1, undoes=60)
-        steps = [manifest.step for _, manifest in complete_checkpoints(tmp_path)]
-        assert steps[-2:] == [step - 10, step][-len(steps) :] and len(steps) <= 4
-        assert step < 70 or step - 130 <= steps[0] <= step - 60
-    prune(tmp_path, 2, generation=1, undoes=10)
-    assert len(complete_checkpoints(tmp_path)) == 2, "these are enough"
-
-
-def test_folder_that_does_not_exist_has_no_checkpoints(tmp_path):
-    assert complete_checkpoints(tmp_path / "none") == []
 
 
 def test_rectangle_is_saved_without_its_surroundings_and_whole_rows_without_a_copy():

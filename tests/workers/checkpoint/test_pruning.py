@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from checkpoint_files import saved
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +17,7 @@ from manta.workers.checkpoint.catalog import (
     Condition,
     ListedCheckpoint,
     Listing,
-    Manifest,
     checkpoint_path,
-    seal,
 )
 from manta.workers.checkpoint.pruning import prune, remove_after, remove_newer, to_prune, to_undo
 from manta.workers.storage.files import LocalFiles
@@ -92,14 +91,6 @@ def test_pruning_leaves_a_checkpoint_that_a_roll_back_cannot_undo(listed, keep, 
     assert not undoes or not old_enough or [each for each in old_enough if each not in deleted]
 
 
-def saved(folder: Path, step: int, generation: int, whole: bool = True) -> Path:
-    path = checkpoint_path(folder, step, generation)
-    path.mkdir(parents=True)
-    if whole:
-        seal(path, Manifest("j", generation, step, {}, {}))
-    return path
-
-
 @pytest.mark.parametrize("began", [0, 2])
 def test_roll_back_keeps_the_checkpoint_it_returns_to_and_removes_later_ones(tmp_path, began):
     """Also in the generation that began at step 0 itself."""
@@ -135,37 +126,28 @@ def test_training_begun_from_scratch_leaves_earlier_checkpoints(tmp_path):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_interrupted_saves_from_before_a_fresh_start_go_if_nothing_else_is_left(tmp_path):
-    interrupted = saved(tmp_path, 50, 1, whole=False)
-    new = saved(tmp_path, 10, 2)
-    assert prune(tmp_path, 1, generation=2, began=2) == [interrupted]
-    assert list(tmp_path.iterdir()) == [new]
+@pytest.mark.parametrize(
+    ("there", "options", "pruned"),
+    [
+        ([(10, 2), (20, 2)], {"keep": 1, "generation": 2, "began": 2}, [0]),  # begun at step 0, its own
+        ([(10, 1, False), (20, 1), (30, 1, False)], {"keep": 1, "generation": 1, "step": 20}, [0]),  # 30 is under way
+        ([(5, 1), (10, 1), (15, 1), (17, 1), (20, 1)], {"keep": 1, "generation": 1, "undoes": 10}, [0, 3]),
+        ([(50, 1, False), (10, 2)], {"keep": 1, "generation": 2, "began": 2}, [0]),  # no earlier training is left
+        ([(10, 1), (20, 1, False), (30, 2), (30, 3), (40, 3, False)], {"keep": 2, "generation": 3}, [0, 1]),
+    ],
+)
+def test_pruning_deletes_what_newer_checkpoints_replace(tmp_path, there, options, pruned):
+    paths = [saved(tmp_path, *each) for each in there]
+    (tmp_path / "notes").mkdir()
+    assert prune(tmp_path, **options) == [paths[number] for number in pruned]
+    left = [path for number, path in enumerate(paths) if number not in pruned]
+    assert set(tmp_path.iterdir()) == {*left, tmp_path / "notes"}
 
 
 def test_pruning_a_folder_that_does_not_exist_removes_nothing(tmp_path):
     with contextlib.suppress(FileNotFoundError):
         tmp_path.rmdir()
     assert prune(tmp_path, 1, generation=2) == remove_after(tmp_path, 0) == []
-
-
-def test_generation_begun_at_step_0_prunes_its_own_checkpoints(tmp_path):
-    paths = [saved(tmp_path, step, 2) for step in (10, 20)]
-    assert prune(tmp_path, 1, generation=2, began=2) == paths[:1]
-
-
-def test_remains_of_a_failed_save_are_pruned_at_the_generations_next_checkpoint(tmp_path):
-    remains, _, under_way = (
-        saved(tmp_path, 10, 1, whole=False),
-        saved(tmp_path, 20, 1),
-        saved(tmp_path, 30, 1, whole=False),
-    )
-    assert prune(tmp_path, 1, generation=1, step=20) == [remains]
-    assert under_way.exists()
-
-
-def test_only_the_newest_checkpoint_before_the_reach_of_a_roll_back_is_kept(tmp_path):
-    paths = [saved(tmp_path, step, 1) for step in (5, 10, 15, 17, 20)]
-    assert prune(tmp_path, 1, generation=1, undoes=10) == [paths[0], paths[3]]
 
 
 def test_checkpoint_that_cannot_be_deleted_loses_its_manifest_and_is_not_reported(tmp_path, monkeypatch):
@@ -179,11 +161,7 @@ def test_checkpoint_that_cannot_be_deleted_loses_its_manifest_and_is_not_reporte
 def test_checkpoint_whose_deletion_cannot_be_verified_is_not_reported(tmp_path, monkeypatch):
     saved(tmp_path, 10, 1)
     saved(tmp_path, 20, 1)
-
-    def refuse(self, path):
-        raise PermissionError
-
-    monkeypatch.setattr(LocalFiles, "is_there", refuse)
+    monkeypatch.setattr(LocalFiles, "is_there", Mock(side_effect=PermissionError))
     assert prune(tmp_path, 1, generation=1) == []
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import zlib
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -145,11 +146,8 @@ def test_writer_that_gives_up_a_file_does_not_wait_for_the_upload_process_to_end
 
 
 def test_reply_to_an_upload_given_up_midway_is_not_taken_for_that_of_the_next(uploads, bucket):
-    def abort():
-        raise KeyError
-
     with pytest.raises(KeyError):
-        _upload(uploads, bucket / "file", b"half of it", wrote=abort)
+        _upload(uploads, bucket / "file", b"half of it", wrote=Mock(side_effect=KeyError))
     assert _upload(uploads, bucket / "file", b"all of it").size == 9
     assert files_of(bucket).read(bucket / "file") == b"all of it"
 

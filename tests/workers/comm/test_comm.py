@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_specs import axes
-from rank_threads import HOST, SECRET, run_threads
+from rank_threads import HOST, SECRET, NotingProgress, run_threads
 
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import AXES, RankGrid
@@ -101,6 +101,9 @@ def test_collectives_of_a_single_rank_need_no_connection():
     into = torch.zeros(3)
     assert comm.all_gather("data", tensor, into) is into
     assert torch.equal(into, tensor)
+    part, work = comm.start_reduce_scatter("data", tensor, out := torch.zeros(3))
+    work.wait()
+    assert part is out and torch.equal(out, tensor)
     comm.start_all_to_all("data", [[]], [[]]).wait()
     comm.barrier()
     comm.close()
@@ -121,19 +124,14 @@ def test_rank_cannot_connect_in_a_generation_that_has_ended():
 
 def test_rank_waiting_for_a_peer_to_join_is_freed_when_its_generation_ends():
     """The other rank never comes: nothing but the end of the generation can free this one."""
-    waits = threading.Event()
-
-    class Noting(Progress):
-        def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-            waits.set()
-
-    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU, progress=Noting())
+    progress = NotingProgress()
+    comm = Comm(RankGrid(ParallelConfig(tensor=2)), 0, CPU, progress=progress)
 
     def body(rank: int) -> None:
         if rank == 0:
             comm.connect(dist.HashStore(), 1, HOST, SECRET)
         else:
-            waits.wait()
+            progress.waits.wait()
             comm.end(1)
 
     lost, _ = run_threads(2, body)
@@ -383,13 +381,6 @@ def test_collective_after_leaving_a_generation_is_refused():
             comm.raise_if_over()
 
     two_ranks(body)
-
-
-def test_reduce_scatter_of_a_single_rank_writes_into_its_output():
-    comm, into = Comm(RankGrid(ParallelConfig()), 0, CPU), torch.zeros(3)
-    part, work = comm.start_reduce_scatter("data", torch.ones(3), into)
-    work.wait()
-    assert part is into and into.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_gpu_sharing_ranks_communicate_through_host_memory_only_if_told_to():

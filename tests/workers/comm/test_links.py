@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import HOST, connected, run_threads, secret
+from rank_threads import HOST, NotingProgress, connected, run_threads, secret
 
 from manta.workers.comm.links import Links
 from manta.workers.errors import MantaError, PeerLost
@@ -17,10 +18,14 @@ MILLION = 1_000_000
 SECONDS = 20.0
 
 
-def pair(store: dist.Store | None = None) -> list[Links]:
+@pytest.fixture
+def pair() -> Iterator[list[Links]]:
     """Two ranks, linked."""
-    store = store or dist.HashStore()
-    return run_threads(2, lambda rank: Links(rank, range(2), store, secret(), HOST))
+    store = dist.HashStore()
+    made = run_threads(2, lambda rank: Links(rank, range(2), store, secret(), HOST))
+    yield made
+    for each in made:
+        each.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16], ids=str)
@@ -104,17 +109,16 @@ def test_pending_receive_proceeds_while_its_rank_waits_for_another(small_buffers
     assert connected(3, body) == [2.0, 1.0, 1.0]
 
 
-def test_link_receive_fails_with_peer_lost_if_the_peer_died_before_the_wait():
-    first, second = pair()
-    operation = first.receive(1, 0, torch.zeros(1))
-    second.close()
-    with pytest.raises(PeerLost, match="rank 1 is gone"):
+@pytest.mark.parametrize(("closes", "said"), [(1, "rank 1 is gone"), (0, None)], ids=["the peer", "the rank itself"])
+def test_link_receive_fails_with_peer_lost_if_either_end_closed_before_the_wait(pair, closes, said):
+    operation = pair[0].receive(1, 0, torch.zeros(1))
+    pair[closes].close()
+    with pytest.raises(PeerLost, match=said):
         operation.wait()
-    first.close()
 
 
-def test_link_receive_fails_with_peer_lost_if_the_peer_dies_during_the_wait():
-    first, second = pair()
+def test_link_receive_fails_with_peer_lost_if_the_peer_dies_during_the_wait(pair):
+    first, second = pair
     waits = threading.Event()
 
     def body(rank: int) -> None:
@@ -128,11 +132,10 @@ def test_link_receive_fails_with_peer_lost_if_the_peer_dies_during_the_wait():
 
     lost, _ = run_threads(2, body)
     assert isinstance(lost, PeerLost)
-    first.close()
 
 
-def test_links_receive_is_interrupted_while_a_silent_peer_lives():
-    first, second = pair()
+def test_links_receive_is_interrupted_while_a_silent_peer_lives(pair):
+    first, second = pair
     waits, ended = threading.Event(), []
 
     def wait() -> None:
@@ -154,16 +157,14 @@ def test_links_receive_is_interrupted_while_a_silent_peer_lives():
     assert called_away and len(ended) == 1
     with pytest.raises(PeerLost):
         first.receive(1, 0, torch.zeros(1)).wait()
-    first.close()
 
 
-def test_dead_peer_ends_a_send():
-    first, second = pair()
+def test_dead_peer_ends_a_send(pair):
+    first, second = pair
     second.close()
     with pytest.raises(PeerLost, match="rank 1 is gone"):
         for _ in range(10):
             first.send(1, 0, torch.zeros(2 * MILLION)).wait()
-    first.close()
 
 
 def test_death_of_a_rank_frees_a_chain_of_waiting_ranks():
@@ -185,35 +186,12 @@ def test_death_of_a_rank_frees_a_chain_of_waiting_ranks():
 
 
 @pytest.mark.parametrize("sent", [3, 4, 5], ids=["shorter", "of another channel", "longer"])
-def test_unexpected_link_message_is_reported_with_what_was_due(sent):
-    first, second = pair()
+def test_unexpected_link_message_is_reported_with_what_was_due(pair, sent):
+    first, second = pair
     first.send(1, 7, torch.zeros(sent)).wait()
     (error,) = run_threads(1, lambda _: second.receive(0, 2, torch.zeros(4)).wait())
     assert isinstance(error, MantaError)
     assert f"rank 0 sent (channel, bytes) (7, {4 * sent}) where (2, 16) was due" in str(error)
-    first.close()
-    second.close()
-
-
-def test_receive_on_closed_links_fails_with_peer_lost():
-    first, second = pair()
-    operation = first.receive(1, 0, torch.zeros(1))
-    first.close()
-    with pytest.raises(PeerLost):
-        operation.wait()
-    second.close()
-
-
-class NotingProgress(Progress):
-    """Says when a wait has begun, and for whom."""
-
-    def __init__(self) -> None:
-        self.waits, self.waited_for = threading.Event(), []
-        super().__init__()
-
-    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        self.waited_for.append((peer, channel, sending))
-        self.waits.set()
 
 
 def watched_pair(progress: Progress) -> list[Links]:
@@ -254,13 +232,11 @@ def test_connected_links_leave_no_rank_recorded_as_waiting(tmp_path):
     reader.close()
 
 
-def test_links_send_short_messages_before_they_are_waited_for():
+def test_links_send_short_messages_before_they_are_waited_for(pair):
     """So that it travels while its sender computes."""
-    first, second = pair()
+    first, second = pair
     sent, got = [first.send(1, 0, torch.full((1,), value)) for value in (1.0, 2.0)], torch.zeros(1)
     assert all(each.done for each in sent)
     for value in (1.0, 2.0):
         second.receive(0, 0, got).wait()
         assert got.item() == value
-    for each in (first, second):
-        each.close()

@@ -8,12 +8,13 @@ import selectors
 import socket
 import struct
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_threads import HOST, SECRET, run_threads, secret
+from rank_threads import HOST, SECRET, NotingProgress, run_threads, secret
 
 from manta.workers.comm import meeting
 from manta.workers.comm.links import Links
@@ -40,6 +41,18 @@ def they_train(first: Links, second: Links) -> bool:
     for each in (first, second):
         each.close()
     return received == [1, 1]
+
+
+def train_after(visit: Callable[[dist.Store], object]) -> bool:
+    """Whether two ranks train after rank 0 had a visitor, for whom rank 1 waits before it comes."""
+    store = dist.HashStore()
+
+    def body(rank: int) -> Links:
+        if rank == 1:
+            visit(store)
+        return rank_links(rank, store)
+
+    return they_train(*run_threads(2, body))
 
 
 def knock(store: dist.Store, words: bytes) -> socket.socket:
@@ -79,77 +92,58 @@ def hello(generation: int, rank: int) -> bytes:
     ids=["silent", "short", "another protocol", "an older generation", "an unknown rank"],
 )
 def test_strangers_at_a_meeting_learn_nothing_and_delay_nobody(words):
-    store, strangers = dist.HashStore(), []
-
-    def body(rank: int) -> Links:
-        if rank == 1:
-            strangers.append(knock(store, words))
-        return rank_links(rank, store)
-
-    assert they_train(*run_threads(2, body))
+    strangers = []
+    assert train_after(lambda store: strangers.append(knock(store, words)))
     assert is_turned_away(strangers[0])
 
 
-def test_meeting_survives_a_caller_whose_connection_is_reset():
-    store = dist.HashStore()
-
-    def body(rank: int) -> Links:
-        if rank == 1:
-            stranger = knock(store, hello(GENERATION, 1)[:5])
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            stranger.close()  # with a reset, since nothing may linger
-        return rank_links(rank, store)
-
-    assert they_train(*run_threads(2, body))
+def reset(store: dist.Store) -> None:
+    """Hang up with a reset, since nothing may linger."""
+    stranger = knock(store, hello(GENERATION, 1)[:5])
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
 
 
-def test_stranger_without_the_secret_is_not_taken_for_a_peer():
-    store, strangers = dist.HashStore(), []
+def guess(store: dist.Store) -> None:
+    """Answer the peer's proof with a guess."""
+    stranger = knock(store, hello(GENERATION, 1))
+    assert len(stranger.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES + PROOF_BYTES
+    stranger.sendall(b"0" * PROOF_BYTES)
+    assert is_turned_away(stranger)
 
-    def body(rank: int) -> Links:
-        if rank == 1:
-            stranger = knock(store, hello(GENERATION, 1))
-            assert len(stranger.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)) == NONCE_BYTES + PROOF_BYTES
-            stranger.sendall(b"0" * PROOF_BYTES)
-            assert is_turned_away(stranger)
-            strangers.append(knock(store, hello(GENERATION, 1)))  # and one who leaves it at that
-        return rank_links(rank, store)
 
-    assert they_train(*run_threads(2, body))
-    strangers[0].close()
+@pytest.mark.parametrize("visit", [reset, guess, lambda store: knock(store, hello(GENERATION, 1))])
+def test_caller_that_hangs_up_guesses_or_leaves_it_at_a_greeting_is_not_taken_for_a_peer(visit):
+    visitors = []
+    assert train_after(lambda store: visitors.append(visit(store)))
 
 
 def test_replayed_handshake_of_a_rank_is_refused():
     """Somebody has listened to rank 1, whose network breaks before it gets through."""
-    store, heard = dist.HashStore(), []
+    heard = []
 
-    def body(rank: int) -> Links | None:
-        if rank == 1 and not heard:
-            first = knock(store, words := hello(GENERATION, 1))
-            answer = first.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
-            nonces = (words[16:].hex(), answer[:NONCE_BYTES].hex())
-            said = secret(GENERATION).proof("caller", 0, 1, *nonces)
-            first.close()
-            again = knock(store, words)
-            again.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
-            again.sendall(said)
-            heard.append(is_turned_away(again))
-        return rank_links(rank, store)
+    def replay(store: dist.Store) -> None:
+        first = knock(store, words := hello(GENERATION, 1))
+        answer = first.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+        said = secret(GENERATION).proof("caller", 0, 1, words[16:].hex(), answer[:NONCE_BYTES].hex())
+        first.close()
+        again = knock(store, words)
+        again.recv(NONCE_BYTES + PROOF_BYTES, socket.MSG_WAITALL)
+        again.sendall(said)
+        heard.append(is_turned_away(again))
 
-    assert they_train(*run_threads(2, body))
+    assert train_after(replay)
     assert heard == [True]
 
 
 def test_many_silent_strangers_do_not_keep_ranks_from_meeting():
-    store, strangers = dist.HashStore(), []
+    strangers = []
 
-    def body(rank: int) -> Links:
-        if rank == 1:
-            strangers.extend(knock(store, b"") for _ in range(MAX_UNAUTHENTICATED + 10))
-            assert all(is_turned_away(stranger) for stranger in strangers[:9]), "the longest there make room"
-        return rank_links(rank, store)
+    def crowd(store: dist.Store) -> None:
+        strangers.extend(knock(store, b"") for _ in range(MAX_UNAUTHENTICATED + 10))
+        assert all(is_turned_away(stranger) for stranger in strangers[:9]), "the longest there make room"
 
-    assert they_train(*run_threads(2, body))
+    assert train_after(crowd)
     for stranger in strangers:
         stranger.close()
 
@@ -176,15 +170,12 @@ def test_evicted_caller_of_a_meeting_is_asked_nothing_more():
 
 def test_silent_stranger_is_turned_away_after_a_while(monkeypatch):
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.1)
-    store = dist.HashStore()
 
-    def body(rank: int) -> Links:
-        if rank == 1:
-            assert is_turned_away(knock(store, b""))
-            monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 20.0)  # for the peer, which may be slow
-        return rank_links(rank, store)
+    def wait(store: dist.Store) -> None:
+        assert is_turned_away(knock(store, b""))
+        monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 20.0)  # for the peer, which may be slow
 
-    assert they_train(*run_threads(2, body))
+    assert train_after(wait)
 
 
 @pytest.fixture
@@ -218,15 +209,12 @@ FORGED = {
 def test_forged_peer_address_is_replaced_when_the_rank_publishes_its_own_again(monkeypatch, stranger, forge):
     """The rank goes on saying where it is."""
     monkeypatch.setattr(meeting, "_REPUBLISH_SECONDS", 0.2)
-    store = dist.HashStore()
 
-    def body(rank: int) -> Links:
-        if rank == 1:
-            store.wait(["address/0"])
-            store.set("address/0", forge(at(stranger)))
-        return rank_links(rank, store)
+    def overwrite(store: dist.Store) -> None:
+        store.wait(["address/0"])
+        store.set("address/0", forge(at(stranger)))
 
-    assert they_train(*run_threads(2, body))
+    assert train_after(overwrite)
     stranger.setblocking(False)
     with pytest.raises(BlockingIOError):  # nobody has called there
         stranger.accept()
@@ -285,18 +273,6 @@ def test_rank_meeting_a_peer_that_refuses_reports_both_addresses():
         rank_links(1, store)
 
 
-class NotingProgress(Progress):
-    """Says when a wait has begun, and for whom."""
-
-    def __init__(self) -> None:
-        self.waits, self.waited_for = threading.Event(), []
-        super().__init__()
-
-    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
-        self.waited_for.append((peer, channel))
-        self.waits.set()
-
-
 @pytest.mark.parametrize("rank", [0, 1], ids=["that is to be called", "that looks for the other's address"])
 def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     """The other rank never calls, nor says where it is: only `is_over` can free this one."""
@@ -312,7 +288,7 @@ def test_a_rank_whose_generation_ends_before_its_peer_comes_gives_up(rank):
     lost, _ = run_threads(2, body)
     assert isinstance(lost, PeerLost)
     assert "is over" in str(lost)
-    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL)}
+    assert set(progress.waited_for) == {(1 - rank, CONNECTING_CHANNEL, False)}
 
 
 def test_rank_that_gives_up_a_meeting_disconnects_from_those_it_met():

@@ -26,13 +26,6 @@ from manta.workers.training.reporter import Reporter
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
-    return str(path)
-
-
 def job(corpus: str, parallel: dict[str, Any], **train: Any) -> tuple[ParallelConfig, dict[str, Any]]:
     """A layout, and a job in it that measures the parts of every second step."""
     numbers = {"steps": STEPS, "global_batch_size": 8, "micro_batch_size": 2, "time_parts_every": 2, **train}

@@ -23,13 +23,8 @@ class FirstNccl:
     """Stands in for torch's first NCCL backend."""
 
     def __init__(self, asked, name):
-        self._asked, self._name = asked, name
-
-    def _group_start(self):
-        self._asked.append(f"{self._name} begins")
-
-    def _group_end(self):
-        self._asked.append(f"{self._name} ends")
+        self._group_start = lambda: asked.append(f"{name} begins")
+        self._group_end = lambda: asked.append(f"{name} ends")
 
 
 @pytest.fixture

@@ -23,13 +23,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
-    return str(path)
-
-
 CASES = [
     *(("links", "tensor-data", "soak"), ("links", "tensor-data-zero-0", "soak"), ("links", "pipeline-data", "")),
     *(("links", "zb-v-dropout", ""), ("links", "everything", "")),

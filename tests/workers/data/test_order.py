@@ -231,20 +231,6 @@ def test_parts_of_the_same_size_are_not_visited_in_the_same_order():
     assert first != second
 
 
-@pytest.mark.soak
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(1e-3, 1.0), min_size=2, max_size=5))
-def test_parts_of_a_blend_keep_their_shares_over_long_periods(values):
-    blend = Blend(integer_shares(values))
-    taken = [0] * len(values)
-    for sample in range(blend.period):
-        taken[blend.locate(sample)[0]] += 1
-        if sample % 997 == 0:
-            for have, share in zip(taken, blend.shares, strict=True):
-                assert abs(have * blend.period - (sample + 1) * share) < blend.period
-    assert taken == list(blend.shares)
-
-
 ramps = st.tuples(st.integers(1, 20), st.integers(1, 10), st.integers(0, 20), st.integers(1, 600))
 """(first size, increment, number of increments, samples)."""
 
@@ -342,11 +328,6 @@ def test_over_all_replicas_and_micro_batches_every_sample_appears_once(samples, 
         part for replica in range(replicas) for part in micro_batches(replica_share(samples, replicas, replica), size)
     ]
     assert list(itertools.chain(*parts)) == list(samples)
-
-
-@pytest.mark.parametrize(("replicas", "sizes"), [(4, [3, 3, 2, 2]), (3, [4, 3, 3]), (5, [2] * 5), (1, [10])])
-def test_ten_samples_are_shared_evenly_with_the_rest_for_the_first_replicas(replicas, sizes):
-    assert [len(replica_share(range(10), replicas, replica)) for replica in range(replicas)] == sizes
 
 
 def elastic_spec(data: int, size: int, pipeline: int = 1) -> JobSpec:

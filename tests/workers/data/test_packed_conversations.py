@@ -13,30 +13,18 @@ from engine_specs import axes, spec
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_files import megatron_dataset
+from tokenizer_files import RecordingWatcher
 
 from manta.workers.data import packed_conversations, shards
 from manta.workers.data.batches import NO_TARGET, Batches
 from manta.workers.data.indexed_dataset import IndexedTokens
 from manta.workers.data.packed_conversations import OPEN_SAMPLES, PackedConversations, packed
 from manta.workers.data.prepare import open_corpus
-from manta.workers.data.token_cache import Watcher
 from manta.workers.data.tokenize import tokenize
 from manta.workers.errors import DataError
 
 CPU, LENGTH = torch.device("cpu"), 256
 CHATS = [said(f"{n} is " * (1 + n % 5), f"{n}.", f"and {n * n}?", "yes " * (n % 7)) for n in range(60)]
-
-
-class RecordingWatcher(Watcher):
-    """Keeps what it is told."""
-
-    processes = 2
-
-    def __init__(self):
-        self.said = []
-
-    def report(self, kind, message, data):
-        self.said.append((kind, message, data))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +42,7 @@ def job(paths, folder, model=None, **sections):
 
 
 def batches_of(job_, tmp_path, replica=0, watcher=None):
-    return Batches(job_, replica, CPU, cache=tmp_path / "cache", watcher=watcher or RecordingWatcher())
+    return Batches(job_, replica, CPU, cache=tmp_path / "cache", watcher=watcher or RecordingWatcher(2))
 
 
 def conversations_in(folder, chats, length=LENGTH):

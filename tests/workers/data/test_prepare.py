@@ -12,32 +12,16 @@ import pytest
 import torch
 from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
-from tokenizer_files import TEXT, byte_level, plain_tokens
+from tokenizer_files import TEXT, RecordingWatcher, byte_level, plain_tokens
 
 from manta.workers.data import prepare, unchanged_file
 from manta.workers.data.batches import Batches
 from manta.workers.data.prepare import open_corpus
 from manta.workers.data.sources import check_data
-from manta.workers.data.token_cache import Watcher
 from manta.workers.errors import DataError
 
 CPU = torch.device("cpu")
 DATASETS = {"good": [1, 2, 3], "empty": [], "negative": [1, -1, 2], "large": [1, 9999]}
-
-
-class RecordingWatcher(Watcher):
-    """Keeps what it is told."""
-
-    def __init__(self):
-        self.said = []
-
-    def report(self, kind, message, data):
-        self.said.append((kind, message, data))
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    return byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 @pytest.fixture

@@ -19,42 +19,18 @@ import psutil
 import pyarrow
 import pyarrow.parquet
 import pytest
-from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like
+from tokenizer_files import TEXT, RecordingWatcher, byte_level, plain_tokens, sentence_piece_like
 
 from manta.workers.config import DataConfig
 from manta.workers.data import shards, token_cache, token_process
 from manta.workers.data.corpus_record import with_digests
 from manta.workers.data.indexed_dataset import read_index
 from manta.workers.data.sources import corpus_files
-from manta.workers.data.token_cache import Watcher, cached_tokens, locked, read_info
+from manta.workers.data.token_cache import cached_tokens, locked, read_info
 from manta.workers.data.tokenizer import open_tokenizer
 from manta.workers.errors import DataError, DataNotStored
 
 DOCUMENTS = ["".join(TEXT[n : n + 7]) for n in range(0, 280, 7)] + ["x", "end"]
-
-
-class RecordingWatcher(Watcher):
-    """Keeps what it is told."""
-
-    report_seconds = 0.0
-    report_growth = 0.0
-
-    def __init__(self, processes=1):
-        self.said, self.lives, self.processes = [], 0, processes
-
-    def alive(self):
-        self.lives += 1
-
-    def report(self, kind, message, data):
-        self.said.append((kind, message, data))
-
-    def kinds(self):
-        return [kind for kind, _, _ in self.said]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    return byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 @pytest.fixture
@@ -89,7 +65,7 @@ def test_shards_of_several_processes_are_the_librarys_tokens_of_all_documents(tm
     index = read_index(row.prefix)
     assert len(index.documents) == len(DOCUMENTS) + 1
     assert index.lengths.tolist() == [len(plain_tokens(file, [text])) for text in DOCUMENTS]
-    assert watcher.kinds()[0] == "data_preparing"
+    assert watcher.kinds[0] == "data_preparing"
     assert watcher.said[-1][0] == "data_progress"
     assert watcher.said[-1][2]["percent"] == 100
     assert watcher.lives > 5
@@ -334,7 +310,7 @@ def test_program_that_waits_for_the_cache_names_its_holder_and_shows_life(tmp_pa
     while watcher.lives < 3:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert watcher.kinds() == ["data_awaited"]
+    assert watcher.kinds == ["data_awaited"]
     assert f"process {os.getpid()} on " in watcher.said[0][1]
     os.close(descriptor)
     waiting.join(20)

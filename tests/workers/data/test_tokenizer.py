@@ -11,7 +11,7 @@ import yaml
 from chat_files import chat_file, said
 from documented import ROOT, blocks_of, run_blocks
 from engine_specs import document
-from tokenizer_files import TEXT, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
+from tokenizer_files import TEXT, RecordingWatcher, byte_level, plain_tokens, sentence_piece_like, split_as_llama_3
 from tokenizers import AddedToken, Tokenizer, models
 
 from manta.workers.config import DataConfig
@@ -27,11 +27,6 @@ from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_toke
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.spec.reading import load_job_spec, parse_job_spec
 from manta.workers.spec.submitted import with_vocabulary
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    return byte_level(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
 
 
 def test_file_tokenizer_makes_the_same_tokens_as_the_library(file):
@@ -147,19 +142,6 @@ def test_byte_tokenizer_may_have_an_end_of_document_token():
     assert [list(each) for each in ByteTokenizer().encode(["é"])] == [[0xC3, 0xA9]]
 
 
-class RecordingWatcher(Watcher):
-    """Keeps what it is told."""
-
-    def __init__(self):
-        self.said, self.lives = [], 0
-
-    def alive(self):
-        self.lives += 1
-
-    def report(self, kind, message, data):
-        self.said.append((kind, data))
-
-
 @pytest.fixture
 def corpus(tmp_path) -> Path:
     path = tmp_path / "a.txt"
@@ -176,7 +158,7 @@ def trained(root, path, size=500, watcher=None, source="text", **data):
 def test_tokenizer_is_trained_once_and_decodes_every_text_back(tmp_path, corpus):
     watcher = RecordingWatcher()
     file, tokenizer = trained(tmp_path / "cache", corpus, watcher=watcher)
-    assert [kind for kind, _ in watcher.said] == ["tokenizer_training", "tokenizer_trained"]
+    assert watcher.kinds == ["tokenizer_training", "tokenizer_trained"]
     assert watcher.lives > 0
     assert (tokenizer.vocabulary, tokenizer.end_of_document) == (500, 0)
     plain = Tokenizer.from_file(str(file))

@@ -21,14 +21,6 @@ LAYOUTS = ((1, 1, 1), (2, 1, 2), (1, 2, 1))
 MORE_LAYOUTS = ((2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 2), (2, 2, 2))
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Some text."""
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(900)))
-    return str(path)
-
-
 def job(corpus: str, layout: tuple[int, int, int], threads: int, **train: Any) -> dict[str, Any]:
     """A job with dropout that validates after each step."""
     return document(

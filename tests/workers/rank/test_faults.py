@@ -116,15 +116,6 @@ def test_start_and_recovery_faults_wait_for_the_next_generation(step):
     assert struck == [("a", 4), ("b", 4)]
 
 
-def test_fault_armed_before_phases_are_watched_still_strikes(step):
-    faults = Faults(lambda fault, number: struck.append((fault.id, number)))
-    struck = []
-    faults.arm([Fault("a", "kill", 0)])
-    step.on_phase = faults.reached
-    walk(step, 1)
-    assert struck == [("a", 1)]
-
-
 def test_memory_runs_out_for_this_process_only_and_for_a_moment():
     before = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(MemoryError, match="injected"):

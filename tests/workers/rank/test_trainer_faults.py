@@ -12,6 +12,11 @@ from manta.workers.rank import trainer_process
 from manta.workers.rank.trainer_process import EXIT_FAILED
 
 
+def reach_data(trainer):
+    """Train until the first step reads its data."""
+    trainer.comm.step.on_phase(1, "data")
+
+
 def test_fault_is_reported_before_it_strikes_in_its_phase(rig):
     def train(trainer):
         trainer.comm.step.on_phase(4, "data")
@@ -42,10 +47,7 @@ def test_fault_armed_during_training_strikes(rig):
 
 
 def test_partition_fault_cuts_connections_for_its_duration(rig):
-    def train(trainer):
-        trainer.comm.step.on_phase(1, "data")
-
-    run = rig(train)
+    run = rig(reach_data)
     run.start(order(faults=(Fault("f", "partition", 3, 1, seconds=2.5),)))
     assert run.ended() == 0
     assert run.built[0].comm.breaks == 1
@@ -72,20 +74,14 @@ def test_each_fault_kind_does_its_own_harm(rig, monkeypatch, fault, harm):
     for name in HARMS:
         monkeypatch.setattr(trainer_process, name, lambda *arguments, name=name: done.append((name, *arguments)))
 
-    def train(trainer):
-        trainer.comm.step.on_phase(1, "data")
-
-    run = rig(train)
+    run = rig(reach_data)
     run.start(order(faults=(fault,), store_port=7))
     assert run.ended() == 0
     assert done == [harm]
 
 
 def test_slow_fault_stays_armed(rig):
-    def train(trainer):
-        trainer.comm.step.on_phase(1, "data")
-
-    run = rig(train)
+    run = rig(reach_data)
     run.start(order(faults=(Fault("f", "slow", 3, seconds=0.001),)))
     assert run.ended() == 0
     assert run.process._faults.armed

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from unittest.mock import Mock
 
 import pytest
 from trainer_rig import SECONDS, finish, lose_peer, order
@@ -37,12 +38,20 @@ from manta.workers.rank import trainer_process
 from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
 
 
+def at_rest(rig):
+    """A process whose trainer rests after generation 1, and is at its last step in the next."""
+    run = rig(lose_peer, finish)
+    run.start(order(1, in_place=True))
+    run.hear(1)
+    return run
+
+
 def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
     run = rig(finish)
     resume, roll_back = Resume("snapshot", 7), {"bad_step": 3, "back_to": 2, "samples": []}
     run.start(order(2, resume=resume, roll_backs=(roll_back,)))
     started, finished = run.hear(), run.hear()
-    assert isinstance(started.payload, Started)
+    assert isinstance(started.payload, Started) and started.payload.pid == os.getpid()
     assert finished.payload == Finished(10, {"wall": 0.5})
     assert [(report.generation, report.rank) for report in (started, finished)] == [(2, 3), (2, 3)]
     assert run.ended() == 0
@@ -89,62 +98,43 @@ def test_trainer_failure_is_reported_by_its_kind(rig, capfd, error, kind):
     assert failure.exception in capfd.readouterr().err
 
 
+NO_MORE = "the node gives no more threads, processes, open files or memory: "
+ECC = "CUDA error: uncorrectable ECC error encountered"
+
+
 @pytest.mark.parametrize(
-    "error",
+    ("error", "kind", "exception", "message"),
     [
-        RuntimeError("can't start new thread"),
-        OSError(errno.EMFILE, "Too many open files"),
-        BlockingIOError(11, "again"),
+        *(
+            (error, "node_exhausted", "NodeExhausted", f"{NO_MORE}{error}")
+            for error in (
+                RuntimeError("can't start new thread"),
+                OSError(errno.EMFILE, "Too many open files"),
+                BlockingIOError(11, "again"),
+            )
+        ),
+        (RuntimeError(f"{ECC}\nCUDA kernel errors may be asynchronous"), "device_lost", "DeviceLost",
+         f"the GPU has failed: {ECC}"),
+        (SystemExit(0), "exception", "RuntimeError", "something in this process asked for its end (status 0)"),
     ],
-)
-def test_exhausted_node_is_not_reported_as_a_user_exception(rig, error):
+)  # fmt: skip
+def test_error_of_the_node_or_an_exit_is_reported_as_what_it_is(rig, error, kind, exception, message):
     def fail(trainer):
+        trainer.step = 4
         raise error
 
     run = rig(fail)
     run.start(order())
-    run.hear()
-    failure = run.hear().payload
-    assert (failure.kind, failure.exception) == ("node_exhausted", "NodeExhausted")
-    assert failure.message == f"the node gives no more threads, processes, open files or memory: {error}"
-    assert run.ended() == EXIT_FAILED
-
-
-def test_failed_gpu_is_not_reported_as_a_user_exception(rig):
-    def fail(trainer):
-        raise RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors may be asynchronous")
-
-    run = rig(fail)
-    run.start(order())
-    run.hear()
-    failure = run.hear().payload
-    assert (failure.kind, failure.exception) == ("device_lost", "DeviceLost")
-    assert failure.message == "the GPU has failed: CUDA error: uncorrectable ECC error encountered"
-    assert "may be asynchronous" in failure.traceback
-    assert run.ended() == EXIT_FAILED
-
-
-def test_a_model_that_asks_for_the_end_of_the_process_has_not_ended_the_job_well(rig):
-    def leave(trainer):
-        trainer.step = 4
-        raise SystemExit(0)
-
-    run = rig(leave)
-    run.start(order())
-    assert isinstance(run.hear().payload, Started)
-    failure = run.hear().payload
-    assert (failure.kind, failure.step) == ("exception", 5)
-    assert failure.message == "something in this process asked for its end (status 0)"
-    assert "in leave" in failure.traceback
+    failure = run.hear(1).payload
+    assert (failure.kind, failure.exception, failure.message) == (kind, exception, message)
+    assert failure.step == 5 and "in fail" in failure.traceback
+    assert ("may be asynchronous" in failure.traceback) == (kind == "device_lost")
     assert run.ended() == EXIT_FAILED
 
 
 def test_failure_before_training_has_the_step_to_resume_at(rig):
-    def fail(*_):
-        raise DataError("no corpus")
-
     run = rig()
-    run.build = fail
+    run.build = Mock(side_effect=DataError("no corpus"))
     run.start(order(resume=Resume("snapshot", 7)))
     failure = run.hear().payload
     assert (failure.kind, failure.step) == ("bad_data", 8)
@@ -170,13 +160,9 @@ def test_trainer_with_in_place_repair_rests_after_a_lost_peer_until_its_next_ord
 
 @pytest.mark.parametrize(("change", "keeps_record"), [({"rank": 1}, False), ({"spec": {"other": 1}}, True)])
 def test_order_for_another_rank_or_layout_rebuilds_the_trainer(rig, change, keeps_record):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear()
-    run.hear()
+    run = at_rest(rig)
     run.say(Go(order(2, in_place=True, **change)))
-    run.hear()
-    run.hear()
+    run.hear(1)
     assert [trainer.comm.forgotten for trainer in run.built] == [1, 0]
     assert run.ended() == 0
     before, after = run.built
@@ -212,35 +198,26 @@ def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
     (trainer,) = run.built
     assert run.hear().payload == Resting(None, "was ordered to rest")
     run.say(Go(order(2, in_place=True)))
-    run.hear()
-    run.hear()
+    run.hear(1)
     assert trainer.comm.ended == [-1, 1, 1], "and what is over stays so when it joins the next generation"
 
 
 def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
-    def leave(trainer):
-        raise RestRequested("was asked to rest after the step")
-
-    run = rig(leave, finish)
+    run = rig(Mock(side_effect=RestRequested("was asked to rest after the step")), finish)
     run.start(order(1, in_place=False))
     run.hear()
     assert run.hear().payload == Resting(None, "was asked to rest after the step")
     run.say(Go(order(2, in_place=False)))
-    run.hear()
-    run.hear()
+    run.hear(1)
     assert run.ended() == 0
     assert len(run.built) == 1, "its model is that of before"
 
 
 def test_trainer_is_not_reopened_by_late_commands_of_older_generations(rig):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear()
-    run.hear()
+    run = at_rest(rig)
     for command in (Rest(3), Rest(2), SaveAndEnd(5), SaveAndEnd(4), Go(order(6, in_place=True))):
         run.say(command)
-    run.hear()
-    run.hear()
+    run.hear(1)
     comm = run.built[0].comm
     assert comm.ended == [-1, 3, 2, 3]
     assert comm.requests.of(5) == Asked(end=1)
@@ -281,14 +258,10 @@ def test_rank_told_to_save_and_end_exits_with_the_saved_status(rig):
 
 
 def test_trainer_asked_to_save_before_it_connects_remembers(rig):
-    run = rig(lose_peer, finish)
-    run.start(order(1, in_place=True))
-    run.hear()
-    run.hear()
+    run = at_rest(rig)
     run.say(SaveAndEnd(2))
     run.say(Go(order(2, in_place=True)))
-    run.hear()
-    run.hear()
+    run.hear(1)
     assert run.built[0].comm.requests.of(2) == Asked(end=1)
 
 
@@ -299,11 +272,7 @@ def test_trainer_connects_at_the_store_and_a_silent_store_is_a_lost_peer(rig, mo
     assert run.hear().payload.connected_at > 0
     assert run.ended() == 0
     assert run.built[0].comm.connected == [(("h", 7), 2, "h", "s")]
-
-    def refuse(*_, **__):
-        raise RuntimeError("timed out\nlong story")
-
-    monkeypatch.setattr(trainer_process.dist, "TCPStore", refuse)
+    monkeypatch.setattr(trainer_process.dist, "TCPStore", Mock(side_effect=RuntimeError("timed out\nlong story")))
     run = rig(finish)
     run.start(order(2, spec={"world": 4}, store_host="h", store_port=7, secret="s"))
     failure = run.hear().payload
@@ -344,8 +313,7 @@ def test_trainer_metrics_and_events_are_reported_in_order(rig):
 def test_trainer_process_ends_when_its_agent_hangs_up(rig):
     run = rig(lose_peer)
     run.start(order(in_place=True))
-    run.hear()
-    run.hear()
+    run.hear(1)
     assert not run.hung_up.is_set()
     run.hang_up()
     assert run.hung_up.wait(SECONDS)
@@ -376,13 +344,6 @@ def test_trainer_on_a_cpu_lowers_its_priority_and_one_on_a_gpu_does_not(rig, mon
     run.start(order(device=device))
     assert run.ended() == 0
     assert len(given) == gives_way
-
-
-def test_ready_report_has_the_process_id(rig):
-    run = rig(finish)
-    run.start(order())
-    assert run.hear().payload.pid == os.getpid()
-    assert run.ended() == 0
 
 
 @pytest.mark.parametrize("taken", [FlightRecord(whole=False), None])

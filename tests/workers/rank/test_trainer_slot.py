@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -254,18 +253,20 @@ async def test_a_trainer_is_forked_with_its_devices_by_the_zygote_of_its_node(ri
     assert waits == (trainer_slot.PREPARE_WAIT_SECONDS, trainer_slot.ZYGOTE_WAIT_SECONDS)
 
 
-def test_slot_hides_all_gpus_from_a_trainer_without_devices(rig, monkeypatch):
-    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ()))
-    asyncio.run(rig.slot.launch(order(1)))
-    assert [environment for _, _, environment, _ in rig.forks] == [{"CUDA_VISIBLE_DEVICES": ""}]
-
-
-def test_a_trainer_has_the_variables_of_its_job_but_the_devices_of_its_node(rig, monkeypatch):
-    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, ("1",)))
-    spec = {"resources": {"environment": {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "0"}}}
-    asyncio.run(rig.slot.launch(replace(order(1), spec=spec)))
-    ((_, _, environment, _),) = rig.forks
-    assert environment == {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "1"}
+@pytest.mark.parametrize(
+    ("devices", "given", "expected"),
+    [
+        ((), {}, {"CUDA_VISIBLE_DEVICES": ""}),
+        (("1",), {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "0"},
+         {"NCCL_SOCKET_IFNAME": "eth1", "CUDA_VISIBLE_DEVICES": "1"}),
+    ],
+)  # fmt: skip
+async def test_a_trainer_has_the_variables_of_its_job_but_the_devices_of_its_node(
+    rig, monkeypatch, devices, given, expected
+):
+    monkeypatch.setattr(trainer_slot, "this_host", lambda: Host("machine", "192.0.2.7", None, devices))
+    await rig.slot.launch(order(1, spec={"resources": {"environment": given}}))
+    assert [environment for _, _, environment, _ in rig.forks] == [expected]
 
 
 async def test_slot_with_a_running_trainer_prepares_no_other(rig):
@@ -362,18 +363,12 @@ async def test_slot_order_is_unknown_while_a_newer_launch_is_under_way(rig):
     assert rig.slot.order == order(2)
 
 
-async def test_slot_without_in_place_repair_prepares_no_successor(rig):
-    await rig.slot.launch(order(1, in_place=False))
+@pytest.mark.parametrize("tries_repair", [False, True])
+async def test_slot_prepares_a_successor_only_if_it_may_repair_in_place(rig, tries_repair):
+    await rig.slot.launch(order(1, in_place=False, tries_repair=tries_repair))
     rig.trainers[0].end(signal=9)
     await settled()
-    assert len(rig.trainers) == 1
-
-
-async def test_slot_that_may_repair_in_place_prepares_a_successor(rig):
-    await rig.slot.launch(order(1, in_place=False, tries_repair=True))
-    rig.trainers[0].end(signal=9)
-    await settled()
-    assert len(rig.trainers) == 2
+    assert len(rig.trainers) == 1 + tries_repair
 
 
 async def test_slot_keeps_one_successor_for_a_trainer_of_several_generations(rig):

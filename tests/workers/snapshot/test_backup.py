@@ -78,16 +78,27 @@ def send(tmp_path: Path, server: BackupServer) -> Iterator[Callable[..., BackupS
         yield start
 
 
+@pytest.fixture
+def backed_up(tmp_path: Path, send: Callable[..., BackupSender]) -> Callable[..., tuple[Rank, BackupSender]]:
+    """Rank 0 and its sender, once these steps are backed up one by one."""
+
+    def begin(*steps: int) -> tuple[Rank, BackupSender]:
+        rank, sender = Rank(tmp_path / "here"), send()
+        for step in steps:
+            rank.commit(step)
+            until(lambda step=step: sender.state.step == step)
+        return rank, sender
+
+    return begin
+
+
 def there(tmp_path: Path) -> list[int]:
     """Steps of the backup."""
     return committed_steps(backup_path(tmp_path / "there", 0, LAYOUT))
 
 
-def test_committed_snapshots_are_backed_up_and_fetched_back_bit_for_bit(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    for step in (1, 2, 3):
-        rank.commit(step)
-        until(lambda step=step: sender.state.step == step)
+def test_committed_snapshots_are_backed_up_and_fetched_back_bit_for_bit(tmp_path, server, backed_up):
+    _, sender = backed_up(1, 2, 3)
     assert there(tmp_path) == [2, 3]
     assert (sender.state.sent, sender.state.dropped, sender.state.problem) == (3, 0, None)
     assert sender.state.bytes == 3 * 4 * (SIZE + 3)
@@ -98,10 +109,8 @@ def test_committed_snapshots_are_backed_up_and_fetched_back_bit_for_bit(tmp_path
     assert fresh.holds(2)
 
 
-def test_trainer_started_before_its_backup_was_fetched_can_load_it(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(1)
-    until(lambda: sender.state.step == 1)
+def test_trainer_started_before_its_backup_was_fetched_can_load_it(tmp_path, server, backed_up):
+    backed_up(1)
     ready = Rank(tmp_path / "new")
     ready.commit(0)
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
@@ -131,11 +140,9 @@ def test_backup_sender_follows_a_trainer_to_its_new_snapshot_file(tmp_path, send
 
 
 @pytest.mark.parametrize("lost", ["here", "there"])
-def test_backups_continue_after_the_folder_is_removed_at_either_end(tmp_path, send, lost):
+def test_backups_continue_after_the_folder_is_removed_at_either_end(tmp_path, backed_up, lost):
     """With the pipe that tells of new steps, or with the backup."""
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(1)
-    until(lambda: sender.state.step == 1)
+    rank, sender = backed_up(1)
     shutil.rmtree(tmp_path / lost)
     for step in (2, 3):
         rank.commit(step)
@@ -206,11 +213,8 @@ def test_a_slot_that_is_overwritten_on_its_way_is_dropped_and_the_older_backup_s
         assert there(tmp_path) == [6, 7]
 
 
-def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    for step in (6, 7):
-        rank.commit(step)
-        until(lambda step=step: sender.state.step == step)
+def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_path, server, backed_up):
+    _, sender = backed_up(6, 7)
     sender.stop()
     file = SnapshotFile.open(snapshot_path(tmp_path / "here", 0, LAYOUT))
     with socket.create_connection(server.address) as connection:
@@ -223,23 +227,18 @@ def test_a_sender_that_dies_in_the_middle_of_a_slot_leaves_the_older_backup(tmp_
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [7]
 
 
-def test_backup_follows_a_roll_back_and_drops_later_steps(tmp_path, send):
+def test_backup_follows_a_roll_back_and_drops_later_steps(tmp_path, backed_up):
     """A roll-back: what came after the step that is done again is no state of the job any more."""
-    rank, sender = Rank(tmp_path / "here"), send()
-    for step in (4, 5, 6):
-        rank.commit(step)
-        until(lambda step=step: sender.state.step == step)
+    rank, sender = backed_up(4, 5, 6)
     rank.snapshots.clear()
     rank.commit(3)
     until(lambda: sender.state.step == 3)
     assert there(tmp_path) == [3]
 
 
-def test_backup_of_a_repeated_step_replaces_the_earlier_one(tmp_path, server, send):
+def test_backup_of_a_repeated_step_replaces_the_earlier_one(tmp_path, server, backed_up):
     """A roll-back, after which other samples lead to another state of the same step."""
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(6)
-    until(lambda: sender.state.step == 6)
+    rank, sender = backed_up(6)
     rank.snapshots.clear()
     for tensor in rank.state:
         tensor.fill_(99)
@@ -251,10 +250,8 @@ def test_backup_of_a_repeated_step_replaces_the_earlier_one(tmp_path, server, se
     assert all(bool((tensor == 99).all()) for tensor in fresh.state)
 
 
-def test_backup_of_another_rank_with_the_same_state_can_be_fetched_instead(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(1)
-    until(lambda: sender.state.step == 1)
+def test_backup_of_another_rank_with_the_same_state_can_be_fetched_instead(tmp_path, server, backed_up):
+    backed_up(1)
     with pytest.raises(BackupError, match="there is no snapshot of rank 1"):
         fetch(tmp_path / "new", 1, LAYOUT, server.address, TOKEN, 3)
     assert fetch(tmp_path / "new", 1, LAYOUT, server.address, TOKEN, 3, of=0) == [1]
@@ -315,10 +312,8 @@ def test_noise_on_a_connection_does_not_disturb_backups(tmp_path, server, send, 
     until(lambda: there(tmp_path) == [1])
 
 
-def test_backup_server_drops_the_sender_of_an_older_generation_for_a_newer_one(tmp_path, server, send):
-    rank, old = Rank(tmp_path / "here"), send()
-    rank.commit(1)
-    until(lambda: old.state.step == 1)
+def test_backup_server_drops_the_sender_of_an_older_generation_for_a_newer_one(tmp_path, server, backed_up):
+    rank, old = backed_up(1)
     new = BackupSender(tmp_path / "here", 0, LAYOUT, server.address, TOKEN, 4)
     until(lambda: new.state.step == 1)
     until(lambda: old.state.problem == "generation 3 was replaced by 4")
@@ -335,11 +330,9 @@ def test_backup_server_drops_the_sender_of_an_older_generation_for_a_newer_one(t
         server.expect("yet another", 8)
 
 
-def test_backup_for_a_former_partner_is_removed_once_no_rank_may_resume_from_it(tmp_path, server, send):
+def test_backup_for_a_former_partner_is_removed_once_no_rank_may_resume_from_it(tmp_path, server, backed_up):
     """Else shared memory would be full of them after some changes of partners."""
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(2)
-    until(lambda: sender.state.step == 2)
+    _, sender = backed_up(2)
     sender.stop()
     mine = Rank(tmp_path / "there", 7)
     for step in (5, 6):
@@ -379,11 +372,8 @@ def test_fetching_a_backup_that_does_not_exist_is_refused(tmp_path, server):
         fetch(tmp_path / "new", 5, LAYOUT, server.address, TOKEN, 3)
 
 
-def test_damaged_backup_is_not_given_out_but_that_of_the_other_step_is(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    for step in (1, 2):
-        rank.commit(step)
-        until(lambda step=step: sender.state.step == step)
+def test_damaged_backup_is_not_given_out_but_that_of_the_other_step_is(tmp_path, server, backed_up):
+    backed_up(1, 2)
     path = backup_path(tmp_path / "there", 0, LAYOUT)
     file = SnapshotFile.open(path)
     with path.open("r+b") as content:
@@ -392,10 +382,8 @@ def test_damaged_backup_is_not_given_out_but_that_of_the_other_step_is(tmp_path,
     assert fetch(tmp_path / "new", 0, LAYOUT, server.address, TOKEN, 3) == [1]
 
 
-def test_closed_backup_server_leaves_no_files(tmp_path, server, send):
-    rank, sender = Rank(tmp_path / "here"), send()
-    rank.commit(1)
-    until(lambda: sender.state.step == 1)
+def test_closed_backup_server_leaves_no_files(tmp_path, server, backed_up):
+    _, sender = backed_up(1)
     server.close()
     assert list((tmp_path / "there").iterdir()) == []
     until(lambda: sender.state.problem is not None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from rank_processes import begin_process
-from stepped_snapshots import IDENTITY, bring, holds, opened, parts_of, save, snapshot_each_step, state_at
+from stepped_snapshots import IDENTITY, bring, holds, opened, parts_of, save, saved, snapshot_each_step, state_at
 
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, DamagedCheckpoint
 from manta.workers.errors import CheckpointError
@@ -84,8 +84,7 @@ def test_a_slot_that_is_overwritten_right_after_its_last_sum_is_not_sealed(tmp_p
 
 def test_copy_left_without_sums_is_used_and_then_summed(tmp_path, monkeypatch):
     """What a trainer leaves that was killed right after a copy."""
-    snapshots = opened(tmp_path)
-    save(snapshots, 5)
+    snapshots = saved(tmp_path, 5)
     monkeypatch.setattr(snapshots, "_seal", lambda *_: None)
     save(snapshots, 6)
     slot = snapshots._file.slot_of(6)
@@ -99,8 +98,7 @@ def test_copy_left_without_sums_is_used_and_then_summed(tmp_path, monkeypatch):
 
 
 def test_snapshot_file_removed_during_the_job_is_made_again(tmp_path):
-    snapshots = opened(tmp_path)
-    save(snapshots, 1)
+    snapshots = saved(tmp_path, 1)
     snapshots.path.unlink()
     snapshots.clear()
     save(snapshots, 2)
@@ -267,9 +265,7 @@ def test_damage_is_located_and_the_other_slot_is_offered_instead(tmp_path):
 
 
 def test_damage_of_both_slots_is_found_at_once(tmp_path):
-    snapshots = opened(tmp_path)
-    for step in (5, 6):
-        save(snapshots, step)
+    snapshots = saved(tmp_path, 5, 6)
     for slot in range(2):
         snapshots._file.memory[snapshots._file.form.payload_at(slot) + 7] ^= 1
     with pytest.raises(DamagedCheckpoint, match="of step 6 are not what was written"):
@@ -278,8 +274,7 @@ def test_damage_of_both_slots_is_found_at_once(tmp_path):
 
 
 def test_a_file_that_is_cut_off_under_a_running_rank_is_reported_and_does_not_kill_it(tmp_path):
-    snapshots = opened(tmp_path)
-    save(snapshots, 5)
+    snapshots = saved(tmp_path, 5)
     os.truncate(snapshots.path, 8192)
     with pytest.raises(DamagedCheckpoint, match="damaged at byte 8192"):
         snapshots.load(5)

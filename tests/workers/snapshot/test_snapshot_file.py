@@ -7,6 +7,7 @@ import os
 import struct
 import zlib
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,11 +80,7 @@ def test_snapshot_file_opened_for_reading_cannot_be_changed(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 def test_snapshot_file_that_cannot_be_allocated_is_closed_and_removed(tmp_path, monkeypatch, number):
     closed, close = [], os.close
-
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", fail)
+    monkeypatch.setattr(snapshot_file.os, "posix_fallocate", Mock(side_effect=OSError(number, os.strerror(number))))
     monkeypatch.setattr(snapshot_file.os, "close", lambda descriptor: closed.append(descriptor) or close(descriptor))
     with pytest.raises(Exception, match="no room" if number == errno.ENOSPC else "Input/output error"):
         SnapshotFile.create(tmp_path / "file", Form(IDENTITY, 100))

@@ -1,4 +1,4 @@
-"""A checkpoint whose content is made up, but whole in every way."""
+"""Checkpoints whose content is made up."""
 
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_path, seal
 from manta.workers.checkpoint.checksums import BLOCK_BYTES, SummedFiles
@@ -6,6 +6,16 @@ from manta.workers.storage.files import files_of
 
 CONTENT = bytes(range(256)) * 30_000
 """More than one block."""
+
+
+def saved(folder, step, generation=1, whole=True):
+    """A checkpoint of one short file; one that is not whole has no manifest."""
+    path = checkpoint_path(folder, step, generation)
+    path.mkdir(parents=True)
+    (path / "data").write_bytes(b"12345")
+    if whole:
+        seal(path, Manifest("j", generation, step, {"data": 5}, {}))
+    return path
 
 
 def made(folder, step=10, block_bytes=BLOCK_BYTES):

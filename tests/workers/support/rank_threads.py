@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from manta.workers.comm.links import Links
 from manta.workers.comm.secret import SECRET_LENGTH, Secret
+from manta.workers.liveness.progress import Progress
 
 HOST = "127.0.0.1"
 SECRET = "7" * SECRET_LENGTH
@@ -19,6 +20,18 @@ SECRET = "7" * SECRET_LENGTH
 def secret(generation: int = 1) -> Secret:
     """What the ranks of a generation know each other by."""
     return Secret(SECRET, generation, "test")
+
+
+class NotingProgress(Progress):
+    """Says when a wait has begun, and for whom."""
+
+    def __init__(self) -> None:
+        self.waits, self.waited_for = threading.Event(), list[tuple[int, int, bool]]()
+        super().__init__()
+
+    def waits_for(self, peer: int, channel: int, sending: bool) -> None:
+        self.waited_for.append((peer, channel, sending))
+        self.waits.set()
 
 
 def run_threads(count: int, body: Callable[[int], Any], seconds: float = 20.0) -> list[Any]:

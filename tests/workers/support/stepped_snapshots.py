@@ -48,6 +48,14 @@ def save(snapshots: Snapshots, step: int) -> None:
     snapshots.wait_for_sums()
 
 
+def saved(folder: Path, *steps: int) -> Snapshots:
+    """The snapshots of rank 3 with the newest two of `steps`."""
+    snapshots = opened(folder)
+    for step in steps:
+        save(snapshots, step)
+    return snapshots
+
+
 def holds(folder: Path, step: int) -> bool:
     """Whether another process, opening the file, loads exactly the state of `step`."""
     fresh = opened(folder, 999)

@@ -1,17 +1,42 @@
-"""Small tokenizers as files, trained in the test, and plain encodings of whole texts to hold tokens against."""
+"""Small tokenizers as files, trained in the test, plain encodings of whole texts to hold tokens against, and a watcher
+that notes what preparing tells it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from manta.workers.data.token_cache import Watcher
 
 TEXT = [
     f"The number {n} is {n * n} when squared, they say;\nétude №{n} follows.\n\n  - so\n; \n = {n} = \n \n\n\n"
     for n in range(300)
 ]
+
+
+class RecordingWatcher(Watcher):
+    """Keeps what it is told, and counts how often that all is alive."""
+
+    report_seconds = report_growth = 0.0
+
+    def __init__(self, processes: int = 1):
+        self.said: list[tuple[str, str, dict[str, Any]]] = []
+        self.lives, self.processes = 0, processes
+
+    def alive(self) -> None:
+        self.lives += 1
+
+    def report(self, kind: str, message: str, data: dict[str, Any]) -> None:
+        self.said.append((kind, message, data))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of what it was told."""
+        return [kind for kind, _, _ in self.said]
 
 
 def byte_level(path: Path, size: int = 400, special: Sequence[str] = ("<|endoftext|>",)) -> Path:

@@ -4,22 +4,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from moved_clock import MovedClock
 
 from manta.workers.timing.step_phases import PARTS, StepParts
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
 
 
 @pytest.fixture
@@ -38,13 +25,13 @@ def part(parts, name):
 def step(clock, parts):
     """A step of 31 seconds: 10 forward, and 4 of communication within that."""
     parts.begin()
-    clock.now += 1
+    clock.seconds += 1
     with part(parts, "forward"):
-        clock.now += 2
+        clock.seconds += 2
         with part(parts, "tensor_communication"):
-            clock.now += 4
-        clock.now += 8
-    clock.now += 16
+            clock.seconds += 4
+        clock.seconds += 8
+    clock.seconds += 16
 
 
 def test_inner_part_of_a_step_pauses_the_outer_one(clock, parts):
@@ -58,9 +45,9 @@ def test_inner_part_of_a_step_pauses_the_outer_one(clock, parts):
 def test_unnamed_part_of_a_step_counts_to_the_part_around_it(clock, parts):
     parts.begin()
     with part(parts, "forward"), part(parts, None):
-        clock.now += 3
+        clock.seconds += 3
     with part(parts, None):
-        clock.now += 4
+        clock.seconds += 4
     seconds = parts.end()
     assert (seconds["forward"], seconds["other"]) == (3, 4)
 
@@ -78,7 +65,7 @@ def test_innermost_part_is_known_while_a_step_is_measured(parts):
 def test_idle_time_of_a_message_is_moved_to_the_bubble(clock, parts):
     parts.begin()
     with part(parts, "pipeline_communication"):
-        clock.now += 5
+        clock.seconds += 5
     parts.move("pipeline_communication", "bubble", 3)
     seconds = parts.end()
     assert (seconds["pipeline_communication"], seconds["bubble"]) == (2, 3)
@@ -94,24 +81,24 @@ def test_time_is_not_moved_between_parts_while_nothing_is_measured(parts):
 def test_interrupted_step_measurement_leaves_nothing_to_the_next(clock, parts):
     parts.begin()
     parts.enter("forward")
-    clock.now += 7
+    clock.seconds += 7
     parts.drop()
     parts.begin()
-    clock.now += 1
+    clock.seconds += 1
     assert {name: spent for name, spent in parts.end().items() if spent} == {"other": 1}
 
 
 class Event:
     """An event on a GPU's stream, which passes it when it is recorded."""
 
-    clock: Clock
+    clock: MovedClock
     waited_for: list["Event"]
 
     def __init__(self, enable_timing=False):
         assert enable_timing, "else it has no time"
 
     def record(self):
-        self.at = self.clock.now
+        self.at = self.clock.seconds
 
     def synchronize(self):
         self.waited_for.append(self)
@@ -132,5 +119,5 @@ def test_step_parts_on_a_gpu_are_measured_on_its_stream_and_read_at_the_end(cloc
         assert (seconds["forward"], seconds["tensor_communication"], seconds["other"]) == (10, 4, 17)
         assert sum(seconds.values()) == 31
         (last,) = Event.waited_for
-        assert last.at == clock.now
+        assert last.at == clock.seconds
         Event.waited_for.clear()

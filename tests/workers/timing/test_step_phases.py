@@ -9,20 +9,6 @@ from manta.workers.liveness.progress import Progress, ProgressReader, progress_p
 from manta.workers.timing.step_phases import StepPhases
 
 
-class Clock:
-    """A clock that the test moves."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
 @pytest.fixture
 def step(clock):
     return StepPhases(torch.device("cpu"), Progress(), clock)
@@ -68,30 +54,30 @@ def test_waits_are_on_the_clock_whether_or_not_the_step_is_measured(step, clock)
     for measure in (False, True):
         step.begin(1, measure)
         with step.phase("data"):
-            clock.now += 2
+            clock.seconds += 2
         with step.phase("forward"):
-            clock.now += 3
+            clock.seconds += 3
         with step.phase("snapshot"):
-            clock.now += 4
+            clock.seconds += 4
         assert step.clock.lap() == {"wall": 9, "data_wait": 2, "snapshot_stall": 4, "checkpoint_stall": 0}
 
 
 def test_parts_of_a_measured_step_follow_its_phases(step, clock):
     step.begin(1, measure=True)
     with step.phase("data"):
-        clock.now += 1
+        clock.seconds += 1
     with step.phase("receive_forward", 0):
-        clock.now += 2
+        clock.seconds += 2
     with step.phase("forward", 0):
-        clock.now += 4
+        clock.seconds += 4
         with step.phase("tensor_communication"):
-            clock.now += 8
+            clock.seconds += 8
     with step.phase("reduction"):
-        clock.now += 16
+        clock.seconds += 16
     with step.phase("agreement"):
-        clock.now += 32
+        clock.seconds += 32
     with step.phase("optimizer"):
-        clock.now += 64
+        clock.seconds += 64
     seconds = step.parts.end()
     assert {part: spent for part, spent in seconds.items() if spent} == {
         "data": 1, "pipeline_communication": 2, "forward": 4, "tensor_communication": 8, "other": 16,
@@ -102,16 +88,16 @@ def test_parts_of_a_measured_step_follow_its_phases(step, clock):
 def test_measured_forward_work_within_backward_is_recomputation(step, clock):
     step.begin(1, measure=True)
     with step.phase("forward"), step.forward_work():
-        clock.now += 1
+        clock.seconds += 1
     with step.phase("backward"), step.forward_work():
-        clock.now += 2
+        clock.seconds += 2
     seconds = step.parts.end()
     assert (seconds["forward"], seconds["recompute"], seconds["backward"]) == (1, 2, 0)
 
 
 def test_a_step_that_is_not_measured_has_no_parts(step, clock):
     with step.phase("forward"), step.forward_work():
-        clock.now += 1
+        clock.seconds += 1
     step.begin(1, measure=True)
     step.begin(2)  # the first was broken off
     assert not step.parts.measuring
@@ -120,9 +106,9 @@ def test_a_step_that_is_not_measured_has_no_parts(step, clock):
 def test_phase_that_raises_ends(step, clock):
     step.begin(1, measure=True)
     with pytest.raises(ValueError, match="bad"), step.phase("data"):
-        clock.now += 1
+        clock.seconds += 1
         raise ValueError("bad")
-    clock.now += 2
+    clock.seconds += 2
     assert step.clock.lap()["data_wait"] == 1
     seconds = step.parts.end()
     assert (seconds["data"], seconds["other"]) == (1, 2)
@@ -180,13 +166,13 @@ PARTS_OF_PHASES = {
 def test_every_phase_counts_as_its_part(step, clock, part, phase):
     step.begin(1, measure=True)
     with step.phase(phase):
-        clock.now += 1
+        clock.seconds += 1
     assert {name: spent for name, spent in step.parts.end().items() if spent} == {part: 1}
 
 
 def test_a_checkpoint_that_holds_training_up_is_a_wait_of_its_own(step, clock):
     with step.phase("checkpoint"):
-        clock.now += 2
+        clock.seconds += 2
         with step.phase("snapshot"):
-            clock.now += 1
+            clock.seconds += 1
     assert step.clock.lap() == {"wall": 3, "data_wait": 0, "snapshot_stall": 0, "checkpoint_stall": 3}

@@ -74,14 +74,6 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Some text."""
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
-    return str(path)
-
-
 def job(corpus: str, case: Case, replicas: int, zero: int = 1, deterministic: str = "elastic") -> dict[str, Any]:
     """The job of a case with so many replicas. 16 sequences are 8 micro-batches, which 3 replicas cannot share
     evenly, and every step is clipped."""

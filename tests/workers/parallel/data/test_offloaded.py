@@ -45,13 +45,6 @@ JOBS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 QUICK = ("clipped", "replicas", "zero 0", "elastic")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(300)))
-    return str(path)
-
-
 def job(corpus: str, offload: bool, parallel: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     """A small job that keeps its optimizer's state there, or not."""
     optimizer = {"learning_rate": 3e-3, **train.pop("optimizer", {}), "offload": offload}

@@ -89,13 +89,6 @@ def test_bitwise_comparison_equates_nans_and_tells_signed_zeros_apart():
     assert same_bits(torch.zeros(0), torch.zeros(0))
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
-    path.write_text("to be or not to be, that is the question. " * 60, encoding="utf-8")
-    return str(path)
-
-
 def job(corpus, layout, every=1, **train):
     return document(
         data={"paths": [corpus]},

@@ -48,14 +48,6 @@ def outcome(ranks: Any, document: dict[str, Any]) -> tuple[list[Any], dict[str, 
     return rows, state
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
-    """Some text."""
-    path = tmp_path_factory.mktemp("corpus") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(600)))
-    return str(path)
-
-
 @pytest.mark.parametrize(
     "name", [name if name in ("1f1b", "zb-v") else pytest.param(name, marks=pytest.mark.soak) for name in CASES]
 )
