@@ -8,9 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from manta.service import doctor, torch_facts
+from manta.service import doctor
 from manta.service.cluster.ray_private import TRIED_WITH
 from manta.service.doctor import Finding, checks, findings
+from manta.service.planner import torch_facts
 from manta.service.settings import Settings
 from manta.service.store import Store
 from manta.service.store.location import sqlite_url
