@@ -35,7 +35,7 @@ GROUP, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct/docker/one"
     (3, "0::/user", {f"{GROUP}/user/cpu.max": "max 100000"}, 3),
     *((16, "0::/job", {f"{GROUP}/job/cpu.max": f"{quota} 100000"}, count)
       for quota, count in (("800000", 8), ("250000", 2), ("50000", 1), ("max", 16), ("many", 16))),
-    (16, "0::/pods/pod", {f"{GROUP}/pods/pod/cpu.max": "max 100000", f"{GROUP}/pods/cpu.max": "400000 100000"}, 4),
+    (16, "0::/pods/pod", {f"{GROUP}/pods/pod/cpu.max": "800000 100000", f"{GROUP}/pods/cpu.max": "400000 100000"}, 4),
     (16, "0::/kubepods/pod/container", {f"{GROUP}/cpu.max": "200000 100000"}, 2),  # as in a container
     *((16, "5:memory:/docker/one\n4:cpu,cpuacct:/docker/one",
        {f"{V1}/cpu.cfs_quota_us": quota, f"{V1}/cpu.cfs_period_us": "100000"}, count)
