@@ -2,7 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -120,12 +120,7 @@ async def test_agent_ends_its_trainer_first_and_is_dead_in_the_end(agents, keep,
 
 async def test_agent_that_does_not_answer_is_killed(agents, monkeypatch):
     monkeypatch.setattr(agents_module, "CLOSE_SECONDS", 0.02)
-    (agent,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
-
-    async def silent(method, arguments):
-        await asyncio.Event().wait()
-
-    agent.actor.call.remote = silent
+    (agent,) = await on_nodes(agents, "a")
     await agents.end([agent], keep_snapshots=True)
     assert agent.actor.dead
 
@@ -231,71 +226,40 @@ def test_agents_are_found_in_order_with_none_for_missing_ones(agents):
 
 
 async def test_agents_are_killed_by_the_owner_of_their_job_alone(agents):
-    asked = []
-
-    def epoch(job, method):
-        asked.append((job, method))
-        raise LeaseLost(job)
-
     (ours,) = await agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot")
     await agents.kill([None, ours])
     (theirs,) = await agents.start("job_2", 1, {0: Seat("one", 0)}, "manta_slot")
-    agents.epoch = theirs._epoch = epoch
+    agents.epoch = theirs._epoch = Mock(side_effect=LeaseLost("job_2"))
     with pytest.raises(LeaseLost):
         await agents.kill([theirs])
     assert (ours.actor.dead, theirs.actor.dead) == (True, False)
-    assert asked == [("job_2", None)]
+    agents.epoch.assert_called_once_with("job_2", None)
 
 
 def test_agents_are_started_by_the_owner_of_their_job_alone(agents):
     """Who waited for its places may have lost it meanwhile."""
-
-    def epoch(job, method):
-        raise LeaseLost(job)
-
-    started = []
-    agents._start = lambda *about: started.append(about)
-    agents.epoch = epoch
+    agents._start, agents.epoch = Mock(), Mock(side_effect=LeaseLost("job_1"))
     with pytest.raises(LeaseLost):
         asyncio.run(agents.start("job_1", 1, {0: Seat("one", 0)}, "manta_slot"))
-    assert started == []
+    agents._start.assert_not_called()
 
 
 def test_agents_describe_themselves_all_or_not_at_all():
-    def agent(name, error=None):
-        async def describe():
-            if error is not None:
-                raise error
-            return f"about {name}"
-
-        return SimpleNamespace(describe=describe)
-
-    assert asyncio.run(agents_module.describe([agent("a"), agent("b")])) == ["about a", "about b"]
-    gone = agent("c", AgentError("gone"))
-    assert asyncio.run(agents_module.describe([agent("a"), gone])) is None
-    assert asyncio.run(agents_module.describe_all({4: agent("a"), 2: gone})) == {4: "about a"}
+    first, second, gone = (
+        SimpleNamespace(describe=AsyncMock(side_effect=[answer] * 2)) for answer in ("a", "b", AgentError("gone"))
+    )
+    assert asyncio.run(agents_module.describe([first, second])) == ["a", "b"]
+    assert asyncio.run(agents_module.describe([first, gone])) is None
+    assert asyncio.run(agents_module.describe_all({4: second, 2: gone})) == {4: "b"}
 
 
 SEATS = {2: Seat("group", 0), 3: Seat("group", 1)}
 
 
-class StartedAgents:
-    """Starts one agent for each seat, and notes which are ended."""
-
-    def __init__(self):
-        self.started, self.killed = [], []
-
-    async def start(self, job, generation, seats, unit):
-        self.started.append((job, generation, list(seats), unit))
-        return ["second", "third"]
-
-    async def kill(self, agents):
-        self.killed += agents
-
-
 @pytest.fixture
 def started_agents():
-    return StartedAgents()
+    """Start one agent for each seat, and note which are killed."""
+    return SimpleNamespace(start=AsyncMock(return_value=["second", "third"]), kill=AsyncMock())
 
 
 def replaced(tmp_path, started_agents, state="CREATED"):
@@ -304,19 +268,17 @@ def replaced(tmp_path, started_agents, state="CREATED"):
     return asyncio.run(cluster.replace_agents("job_1", 4, SEATS, "manta_slot"))
 
 
-@pytest.mark.parametrize("answer", [True, False])
+@pytest.mark.parametrize("answer", [["as", "they are"], None])
 def test_new_agents_that_do_not_answer_give_their_seats_back(tmp_path, started_agents, monkeypatch, answer):
-    async def describe(asked):
-        assert asked == ["second", "third"]
-        return ["as", "they are"] if answer else None
-
+    describe = AsyncMock(return_value=answer)
     monkeypatch.setattr(cluster_module, "describe", describe)
-    assert replaced(tmp_path, started_agents) == (["second", "third"] if answer else None)
-    assert started_agents.started == [("job_1", 4, [2, 3], "manta_slot")]
-    assert started_agents.killed == ([] if answer else ["second", "third"])
+    assert replaced(tmp_path, started_agents) == (answer and ["second", "third"])
+    describe.assert_awaited_once_with(["second", "third"])
+    started_agents.start.assert_awaited_once_with("job_1", 4, SEATS, "manta_slot")
+    assert [call.args for call in started_agents.kill.await_args_list] == ([] if answer else [(["second", "third"],)])
 
 
 @pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
 def test_agents_are_not_replaced_in_a_placement_group_that_no_longer_stands(tmp_path, started_agents, state):
     assert replaced(tmp_path, started_agents, state) is None
-    assert started_agents.started == []
+    started_agents.start.assert_not_awaited()

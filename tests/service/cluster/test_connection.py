@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -135,10 +136,14 @@ async def test_concurrent_node_listings_share_one_ray_call(ray):
     assert not ray.asked.acquire(blocking=False)
 
 
-def test_empty_node_list_of_ray_counts_as_no_answer(ray):
+async def test_empty_node_list_of_ray_counts_as_no_answer_and_is_asked_for_again(ray):
+    nodes, answer = Nodes(RayConnection(ray)), ray.nodes
     ray.nodes = list
-    with pytest.raises(ClusterUnavailable, match="did not list its nodes"):
-        go(Nodes(RayConnection(ray)).known)
+    for listing in (nodes.known, nodes.living):
+        with pytest.raises(ClusterUnavailable, match="did not list its nodes"):
+            await listing()
+    ray.nodes = answer
+    assert await nodes.living() == ["n1"]
 
 
 def test_ray_actor_lookup_failure_is_not_taken_for_a_missing_actor(ray):
@@ -157,18 +162,14 @@ def test_daemon_that_ray_does_not_tell_of_closes_no_node(ray):
     assert nodes.closed == set()
 
 
-def test_ray_actor_is_killed_without_a_restart(ray):
-    killed = []
-    ray.kill = lambda actor, no_restart: killed.append((actor, no_restart))
-    go(lambda: RayConnection(ray).kill("an actor"))
-    assert killed == [("an actor", True)]
-
-
-def test_actors_outlive_the_control_plane_and_are_never_started_again_by_ray():
+def test_ray_actor_outlives_the_control_plane_and_is_never_restarted_not_even_when_killed(ray):
     """One that Ray started again would know nothing of its trainer. It takes none of the units of ranks."""
     assert detached("node-a", 7) == {
         "name": "node-a", "lifetime": "detached", "num_cpus": 0, "max_restarts": 0, "max_concurrency": 7
     }  # fmt: skip
+    ray.kill = Mock()
+    go(lambda: RayConnection(ray).kill("an actor"))
+    ray.kill.assert_called_once_with("an actor", no_restart=True)
 
 
 async def test_ray_node_listings_are_not_reused_by_later_callers(ray):
@@ -176,15 +177,6 @@ async def test_ray_node_listings_are_not_reused_by_later_callers(ray):
     before = await nodes.living()
     ray.nodes = lambda: [{**NODE, "NodeID": "n2"}]
     assert (before, await nodes.living()) == (["n1"], ["n2"])
-
-
-async def test_ray_node_listing_is_retried_after_a_failure(ray):
-    nodes, answer = Nodes(RayConnection(ray)), ray.nodes
-    ray.nodes = list
-    with pytest.raises(ClusterUnavailable):
-        await nodes.living()
-    ray.nodes = answer
-    assert await nodes.living() == ["n1"]
 
 
 def acquire(ray, nodes, **options):

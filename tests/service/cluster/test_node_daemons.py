@@ -35,18 +35,24 @@ class FakeDaemonActor:
     def __init__(self, node, **options):
         self.answer = to_json(NodeDescription(node, node, "127.0.0.1", 1, 2, **options))
         self.call = SimpleNamespace(remote=self._call)
-        self.calls, self.killed = [], False
+        self.calls, self.given, self.killed = [], [], False
         self.answers = {}
         """By method where it is another one."""
 
     async def _call(self, method, arguments):
         self.calls.append(method)
+        self.given.append((method, arguments))
         answer = self.answers.get(method, self.answer)
         if answer is None:
             await asyncio.Event().wait()
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+
+def outdate(actor):
+    """From now on it is of another release."""
+    actor.answer = {**actor.answer, "protocol": -1}
 
 
 @pytest.fixture
@@ -133,7 +139,7 @@ async def test_daemon_that_answered_is_known_without_asking_ray(made, monkeypatc
 @pytest.mark.parametrize("where", ["sick", None])
 async def test_daemon_of_another_release_stays_while_its_zygote_has_trainers(made, others, caplog, where):
     daemons, nodes, actors = made
-    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+    outdate(actors["sick"])
     others.agents[agent_name("job_1", 1, 0)] = where
     for _ in range(3):
         assert list(await daemons.ensure()) == ["well"]
@@ -148,7 +154,7 @@ async def test_daemon_of_another_release_stays_while_its_zygote_has_trainers(mad
 
 def test_daemon_of_another_release_is_replaced_on_a_node_without_agents(made, others):
     daemons, nodes, actors = made
-    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+    outdate(actors["sick"])
     others.agents[agent_name("job_1", 1, 0)] = "well"
     before = actors["sick"]
     assert list(asyncio.run(daemons.ensure())) == ["sick", "well"]
@@ -159,7 +165,7 @@ def test_daemon_of_another_release_is_replaced_on_a_node_without_agents(made, ot
 async def test_node_with_another_release_installed_stays_closed(made, others):
     daemons, nodes, actors = made
     others.protocol = -1
-    actors["sick"].answer = {**actors["sick"].answer, "protocol": -1}
+    outdate(actors["sick"])
     for _ in range(3):
         assert list(await daemons.ensure()) == ["well"]
         daemons._next_check.clear()
@@ -170,33 +176,18 @@ async def test_node_with_another_release_installed_stays_closed(made, others):
 async def test_daemon_that_missed_the_end_of_a_job_marks_its_node_for_a_sweep(made):
     daemons, nodes, actors = made
     await daemons.ensure()
-    real = actors["sick"]._call
-
-    async def only_starts(method, arguments):
-        return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
-
-    actors["sick"].call.remote = only_starts
+    actors["sick"].answers["end_job"] = None
     await daemons.end_job("job")
     assert nodes.unswept == {"sick"} and nodes.closed == set()
     assert actors["well"].calls[-1] == "end_job"
 
 
-async def test_nodes_are_marked_for_a_sweep_if_ray_did_not_list_their_daemons(made):
-    daemons, nodes, _ = made
-    await daemons.of("well")
-    daemons.record_missed_end()
-    assert nodes.unswept == {"well"}
-
-
 async def test_all_nodes_are_marked_for_a_sweep_if_ray_failed_during_a_release(made):
     daemons, nodes, _ = made
     await daemons.of("well")
-    cluster = Cluster(
-        Paths.of("/nowhere"), nodes, None,
-        SimpleNamespace(names=AsyncMock(side_effect=ClusterUnavailable("Ray does not answer"))), daemons, None,
-    )  # fmt: skip
+    agents = SimpleNamespace(names=AsyncMock(side_effect=ClusterUnavailable("Ray does not answer")))
     with pytest.raises(ClusterUnavailable):
-        await cluster.end_job("job")
+        await Cluster(Paths.of("/nowhere"), nodes, None, agents, daemons, None).end_job("job")
     assert nodes.unswept == {"well"}
 
 
@@ -206,12 +197,7 @@ async def test_daemon_that_misses_a_drain_request_is_told_from_one_that_hears_it
     assert actors["well"].calls == ["start", "drain"]
     actors["sick"].answer = None
     assert not await daemons.drain("sick", 30.0)
-    real = actors["well"]._call
-
-    async def only_starts(method, arguments):
-        return await (real(method, arguments) if method == "start" else asyncio.Event().wait())
-
-    actors["well"].call.remote = only_starts
+    actors["well"].answers = {"drain": None, "undrain": None}
     assert not await daemons.drain("well", 30.0)
     assert await daemons.undrain("well") is None and await daemons.undrain("sick") is None
 
@@ -247,15 +233,19 @@ def test_heartbeat_address_is_the_one_its_daemon_gives(made):
     assert nodes.closed == {"sick"}
 
 
-def test_daemons_of_all_nodes_but_lost_ones_are_shut_down(made):
+def test_daemons_of_all_nodes_but_lost_ones_are_shut_down_and_killed(made):
     daemons, nodes, actors = made
     nodes.lost.add("sick")
     asyncio.run(daemons.end_all())
     assert (actors["well"].calls, actors["well"].killed) == (["shutdown"], True)
     assert (actors["sick"].calls, actors["sick"].killed) == ([], False)
-    asyncio.run(daemons.kill("sick"))
+    for node in ("sick", "gone"):  # where there is nothing to be done
+        asyncio.run(daemons.kill(node))
     assert actors["sick"].killed
-    asyncio.run(daemons.kill("gone"))  # there is nothing to be done
+    nodes.lost.clear()
+    actors["sick"].answer, actors["sick"].killed = None, False
+    asyncio.run(daemons.end_all())
+    assert actors["sick"].killed, "though it does not end in time"
 
 
 def test_daemon_is_started_on_its_node_with_all_its_arguments(made, others, tmp_path):
@@ -300,31 +290,17 @@ async def test_new_daemon_gets_more_time_to_answer_than_a_running_one(made, monk
 
 async def test_daemon_calls_pass_on_whether_snapshots_of_a_job_are_kept(made):
     daemons, _, actors = made
-    given = []
-
-    async def note(method, arguments):
-        given.append((method, arguments))
-        answers = {"start": actors["well"].answer, "undrain": "it is sold"}
-        return answers.get(method)
-
-    actors["well"].call.remote = note
+    actors["well"].answers["undrain"] = "it is sold"
     await daemons.end_job("job_1", keep_snapshots=True)
     await daemons.end_job("job_2")
     await daemons.drain("well", 45.0)
     assert await daemons.undrain("well") == "it is sold"
-    assert [each for each in given if each[0] != "start"] == [
+    assert [each for each in actors["well"].given if each[0] != "start"] == [
         ("end_job", {"job": "job_1", "keep_snapshots": True}),
         ("end_job", {"job": "job_2", "keep_snapshots": False}),
         ("drain", {"seconds": 45.0}),
         ("undrain", {}),
     ]
-
-
-def test_daemon_that_does_not_end_in_time_is_killed(made):
-    daemons, _, actors = made
-    actors["sick"].answer = None
-    asyncio.run(daemons.end_all())
-    assert actors["sick"].killed and actors["well"].killed
 
 
 async def test_node_that_does_not_share_the_checkpoints_is_closed_until_it_does(made):

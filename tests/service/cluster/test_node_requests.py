@@ -58,19 +58,11 @@ def test_node_request_puts_all_bundles_into_one_placement_group(ray, requests):
     assert options == {"strategy": "PACK", "bundle_label_selector": [{"ray.io/node-id": "!in(a,b)"}] * 2}
 
 
-def test_node_request_is_made_once_and_replaced_by_another(ray, requests):
-    for bundles in (ONE, ONE, TWO):
+def test_node_request_is_made_once_and_replaced_by_another_or_by_none(ray, requests):
+    for bundles, groups in (((), 0), (ONE, 1), (ONE, 1), (TWO, 1), ((), 0)):
         go(requests.request(bundles, ()))
+        assert len(ray.states) == groups
     assert [bundles for bundles, _ in ray.made] == [ONE, TWO]
-    assert len(ray.states) == 1
-
-
-def test_node_request_without_bundles_makes_no_group_and_removes_an_earlier_one(ray, requests):
-    go(requests.request((), ()))
-    assert ray.made == []
-    go(requests.request(ONE, ()))
-    go(requests.request((), ()))
-    assert ray.states == {}
 
 
 def test_pending_node_request_is_kept_and_a_granted_one_released(ray, requests):

@@ -69,7 +69,11 @@ def nodes(ray):
     return Nodes(FakeConnection(ray))
 
 
-def test_lost_draining_and_silent_nodes_get_no_placements(ray, nodes):
+def test_lost_draining_silent_and_defective_nodes_get_no_placements(ray, nodes):
+    nodes.problems = {"d": "it has no Manta"}
+    assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "b", "c"}
+    assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["d"] == (4, 0), "nothing there is free"
+    nodes.problems = {}
     nodes.lost, nodes.draining, nodes.unresponsive = {"a"}, {"b"}, {"c"}
     usable = asyncio.run(nodes.capacity("manta_slot"))
     assert usable == Capacity("manta_slot", 4, 3, {"d": (4, 3)})
@@ -113,20 +117,17 @@ def test_placement_problem_is_reported_unless_a_node_is_usable_or_can_be_added(
     assert asyncio.run(nodes.problem_of_all()) == why
 
 
-def test_gpu_capacity_counts_living_nodes_only(ray, nodes):
+def test_gpu_capacity_counts_all_gpus_of_living_nodes_and_no_fractions(ray, nodes):
+    """A rank takes a whole one."""
     assert not asyncio.run(nodes.has_gpus()), "those of the dead one do not count"
+    ray.nodes = lambda: [node("a"), node("b", gpus=0.5)]
+    assert not asyncio.run(nodes.has_gpus())
+    assert asyncio.run(nodes.capacity("GPU")).total == 0
     ray.nodes = lambda: [node("a"), node("b", gpus=2)]
     assert asyncio.run(nodes.has_gpus())
     assert asyncio.run(nodes.capacity("GPU")) == Capacity("GPU", 2, 0, {"a": (0, 0), "b": (2, 0)})
     nodes.lost.add("b")
     assert not asyncio.run(nodes.has_gpus())
-
-
-def test_fraction_of_a_gpu_is_not_counted_as_one(ray, nodes):
-    """A rank takes a whole one."""
-    ray.nodes = lambda: [node("a"), node("b", gpus=0.5)]
-    assert not asyncio.run(nodes.has_gpus())
-    assert asyncio.run(nodes.capacity("GPU")).total == 0
 
 
 def test_known_nodes_have_address_and_liveness(nodes):
@@ -168,27 +169,15 @@ def test_nodes_without_slots_are_left_out_of_the_living_nodes(ray, nodes):
     assert "head" not in asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes
 
 
-def test_node_with_a_problem_gets_no_placements(nodes):
-    nodes.problems = {"b": "it has no Manta"}
-    assert asyncio.run(nodes.capacity("manta_slot")).nodes.keys() == {"a", "c", "d"}
-    assert asyncio.run(nodes.capacity("manta_slot", all_living=True)).nodes["b"] == (4, 0), "and nothing there is free"
-
-
-def test_node_description_without_problems_has_no_problem_text():
-    assert problem_of(NodeDescription("n", "host-1", "10.0.0.7", 1, 2), other_code=False) is None
-
-
-def test_node_that_does_not_share_the_checkpoint_folder_is_named_with_the_folder():
-    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2, unshared=("/home/u/.manta",))
-    problem = problem_of(about, other_code=False)
-    assert problem.startswith("node host-1 (10.0.0.7) does not share /home/u/.manta, where the checkpoints would be: ")
-    assert "MANTA_CHECKPOINTS" in problem
-
-
-def test_node_with_another_version_of_the_code_is_named():
-    about = NodeDescription("n", "host-1", "10.0.0.7", 1, 2)
-    problem = problem_of(about, other_code=True)
-    assert problem.startswith("node host-1 (10.0.0.7) runs another Manta") and "MANTA_SHIP_CODE=1" in problem
+@pytest.mark.parametrize(("unshared", "other_code", "begin", "advice"), [
+    ((), False, None, None),
+    (("/home/u/.manta",), False, " does not share /home/u/.manta, where the checkpoints would be", "MANTA_CHECKPOINTS"),
+    ((), True, " runs another Manta", "MANTA_SHIP_CODE=1"),
+])  # fmt: skip
+def test_problem_of_a_node_names_its_folder_or_other_code_with_advice(unshared, other_code, begin, advice):
+    problem = problem_of(NodeDescription("n", "host-1", "10.0.0.7", 1, 2, unshared=unshared), other_code=other_code)
+    assert problem is None if begin is None else problem.startswith(f"node host-1 (10.0.0.7){begin}")
+    assert problem is None or advice in problem
 
 
 @pytest.mark.parametrize(("error", "words"), [
@@ -214,11 +203,11 @@ def layout(tensor=1, pipeline=1, data=1):
     return ParallelConfig(tensor=tensor, pipeline=pipeline, data=data)
 
 
-def test_node_shapes_of_slots_and_gpus_are_parsed():
-    assert shapes_in("workers=4x8 slots, gpu-group = 2 x 8 GPUs") == (
-        NodeShape("workers", 4, "manta_slot", 8),
-        NodeShape("gpu-group", 2, "GPU", 8),
-    )
+def test_node_shapes_of_slots_and_gpus_are_parsed_and_a_type_declared_twice_is_refused():
+    workers, gpus = shapes_in("workers=4x8 slots, gpu-group = 2 x 8 GPUs")
+    assert (workers, gpus) == (NodeShape("workers", 4, "manta_slot", 8), NodeShape("gpu-group", 2, "GPU", 8))
+    with pytest.raises(InvalidNodeShapes, match="w twice"):
+        shapes_in("w=1x1 slots, w=2x2 slots")
 
 
 @pytest.mark.parametrize(
@@ -229,18 +218,9 @@ def test_invalid_node_shapes_are_refused_with_an_example(text):
         shapes_in(text)
 
 
-def test_node_shapes_refuse_a_type_declared_twice():
-    with pytest.raises(InvalidNodeShapes, match="w twice"):
-        shapes_in("w=1x1 slots, w=2x2 slots")
-
-
-def test_grown_capacity_adds_the_nodes_that_can_still_come():
-    shapes = shapes_in("small=3x2 slots, fast=9x8 gpus")
-    most = grown(capacity((2, 0), (16, 4)), shapes, ["small", ""])
+def test_grown_capacity_adds_the_nodes_that_can_still_come_if_any():
+    most = grown(capacity((2, 0), (16, 4)), shapes_in("small=3x2 slots, fast=9x8 gpus"), ["small", ""])
     assert (most.total, most.free) == (2 + 16 + 2 * 2, 0 + 4 + 2 * 2)
-
-
-def test_node_shapes_with_more_nodes_than_declared_add_no_capacity():
     assert grown(capacity((2, 2)), shapes_in("small=1x2 slots"), ["small"] * 3) == capacity((2, 2))
 
 

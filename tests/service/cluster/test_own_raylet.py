@@ -41,25 +41,20 @@ def closed():
 
 
 @pytest.fixture
-def ray(monkeypatch, tmp_path):
+def ray(monkeypatch):
     """Raylets that Ray knows; one that is started is among them from then on."""
-    known, started = [], []
+    known, started, ray_starts, gives_up = [], [], [], []
 
-    class Process:
-        def wait(self, seconds):
-            if gives_up:
-                return gives_up.pop()
-            raise module.subprocess.TimeoutExpired("ray", seconds)
-
-        def terminate(self):
-            started.append("terminated")
+    def wait(seconds):
+        if gives_up:
+            return gives_up.pop()
+        raise module.subprocess.TimeoutExpired("ray", seconds)
 
     def spawn(address, paths, ports):
         started.append((address, ports))
         known.extend(ray_starts)
-        return Process()
+        return Mock(wait=wait, terminate=lambda: started.append("terminated"))
 
-    ray_starts, gives_up = [], []
     monkeypatch.setattr(module, "raylets", lambda address: list(known))
     monkeypatch.setattr(module, "_spawn", spawn)
     monkeypatch.setattr(module, "_own_addresses", lambda: {"127.0.0.1", "10.0.0.7"})
@@ -76,20 +71,14 @@ def raylet(port, alive=True, host="127.0.0.1", sockets=()):
     return Raylet(host, port, alive, tuple(sockets))
 
 
-def test_raylet_that_runs_on_this_host_is_used(ray, tmp_path, listening):
-    known, started, _, _ = ray
-    known += [raylet(1, host="10.9.9.9"), raylet(listening)]
-    ensure(tmp_path)
-    assert started == []
-
-
-def test_raylet_is_started_on_the_allowed_ports_if_none_runs_here(ray, tmp_path, listening):
+@pytest.mark.parametrize("runs_here", [True, False])
+def test_raylet_is_started_on_the_allowed_ports_unless_one_runs_here(ray, tmp_path, listening, runs_here):
     known, started, starts, _ = ray
     known.append(raylet(1, host="10.9.9.9"))
-    starts.append(raylet(listening))
+    (known if runs_here else starts).append(raylet(listening))
     ports = PortRange(20000, 20199)
     ensure(tmp_path, ports)
-    assert started == ["ended what was left", (ADDRESS, ports)]
+    assert started == ([] if runs_here else ["ended what was left", (ADDRESS, ports)])
 
 
 def test_raylet_start_moves_sockets_of_an_ended_one_out_of_the_way(ray, tmp_path, listening, closed):
@@ -209,22 +198,21 @@ def ray_with(*groups):
     )
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_removed_placement_group_does_not_hide_a_newer_one_of_its_name(order):
-    """Else what the other one holds would never be given back."""
-    groups = [("replica/a/3/1", "ours", "REMOVED"), ("replica/a/3/1", "ours", "CREATED")]
-    assert placement_group_states(ray_with(*groups[::order])) == {"replica/a/3/1": "CREATED"}
+REPLACED = [("replica/a/3/1", "ours", "REMOVED"), ("replica/a/3/1", "ours", "CREATED")]
+FOUR = [("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED"), ("d", "ours", "CREATED")]
 
 
-def test_placement_groups_of_other_namespaces_are_ignored():
-    groups = [("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED")]
-    assert placement_group_states(ray_with(*groups)) == {"a": "PENDING"}
+@pytest.mark.parametrize(("groups", "states"), [
+    (REPLACED, {"replica/a/3/1": "CREATED"}),  # else what the other one holds would never be given back
+    (REPLACED[::-1], {"replica/a/3/1": "CREATED"}),
+    (FOUR, {"a": "PENDING", "d": "CREATED"}),
+])  # fmt: skip
+def test_placement_groups_are_those_of_our_namespace_that_are_not_removed(groups, states):
+    assert placement_group_states(ray_with(*groups)) == states
 
 
 def test_placement_groups_are_looked_up_by_name_without_listing_all():
-    ray = ray_with(
-        ("a", "ours", "PENDING"), ("b", "theirs", "CREATED"), ("c", "ours", "REMOVED"), ("d", "ours", "CREATED")
-    )
+    ray = ray_with(*FOUR)
     ray._private.state.state._connect_and_get_accessor().get_placement_group_table = None
     assert placement_group_states(ray, ["a", "b", "c"]) == {"a": "PENDING"}
 
@@ -242,20 +230,12 @@ def test_ray_actors_on_a_node_are_found_with_one_query():
     assert actors_on(ray, "ab12") == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("about", "node"),
-    [
-        ({"Address": {"NodeID": "n1"}}, "n1"),
-        ({"Address": {}}, None),
-        ({"Address": None}, None),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_node_of_an_actor_is_unknown_until_ray_has_placed_it(about, node):
+@pytest.mark.parametrize("about", [{"Address": {"NodeID": "n1"}}, {"Address": {}}, {"Address": None}, {}, None])
+def test_node_of_an_actor_is_unknown_until_ray_has_placed_it(about):
     state = SimpleNamespace(actors=lambda actor_id: about if actor_id == "ab12" else {"Address": {"NodeID": "another"}})
     actor = SimpleNamespace(_actor_id=bytes.fromhex("ab12"))
-    assert node_of_actor(SimpleNamespace(_private=SimpleNamespace(state=state)), actor) == node
+    node = node_of_actor(SimpleNamespace(_private=SimpleNamespace(state=state)), actor)
+    assert node == ("n1" if about == {"Address": {"NodeID": "n1"}} else None)
 
 
 def test_ray_cluster_is_identified_by_its_session_name():

@@ -95,18 +95,18 @@ def test_each_replica_has_a_detached_group_with_a_bundle_for_each_tensor_group(r
     assert (seconds, ray.removed) == (0, [])
 
 
-def test_placement_makes_groups_only_for_the_requested_replicas(ray, groups):
-    go(groups.acquire("job", 3, TWO, SLOT, replicas=[1]))
-    assert list(ray.states) == ["replica/job/3/1"]
-    go(groups.acquire("job", 4, TWO, SLOT, replicas=[]))
-    assert list(ray.states) == ["replica/job/3/1"], "none is not all"
+@pytest.mark.parametrize(("replicas", "made"), [([1], ["replica/job/3/1"]), ([], [])])
+def test_placement_makes_groups_only_for_the_requested_replicas(ray, groups, replicas, made):
+    go(groups.acquire("job", 3, TWO, SLOT, replicas=replicas))
+    assert list(ray.states) == made
 
 
-def test_every_bundle_keeps_off_the_nodes_that_are_avoided_and_closed(ray, groups):
+def test_every_bundle_keeps_off_avoided_and_closed_nodes_that_the_layout_can_do_without(ray, groups):
+    _, seconds = go(groups.acquire("job", 1, ParallelConfig(tensor=12, data=3), SLOT, avoid=["a"]))
+    assert ([made.bundle_label_selector for made in ray.made], seconds) == ([None] * 3, 0)
     groups._nodes.draining.add("b")
-    go(groups.acquire("job", 1, ParallelConfig(pipeline=3), SLOT, avoid=["a"]))
-    (made,) = ray.made
-    assert made.bundle_label_selector == [{"ray.io/node-id": "!in(a,b)"}] * 3
+    go(groups.acquire("job", 2, ParallelConfig(pipeline=3), SLOT, avoid=["a"]))
+    assert ray.made[-1].bundle_label_selector == [{"ray.io/node-id": "!in(a,b)"}] * 3
 
 
 def test_placement_uses_avoided_nodes_if_no_others_are_free_in_time(ray, groups):
@@ -116,12 +116,6 @@ def test_placement_uses_avoided_nodes_if_no_others_are_free_in_time(ray, groups)
     assert ray.states == dict.fromkeys(["replica/job/1/0", "replica/job/1/1"], "CREATED")
     assert ray.removed == ["replica/job/1/0", "replica/job/1/1"], "what nobody waits for is given back once"
     assert seconds == pytest.approx(AVOIDING_SECONDS, abs=0.01)
-
-
-def test_placement_uses_nodes_at_once_that_the_layout_cannot_do_without(ray, groups):
-    _, seconds = go(groups.acquire("job", 1, ParallelConfig(tensor=12, data=3), SLOT, avoid=["a"]))
-    assert [made.bundle_label_selector for made in ray.made] == [None] * 3
-    assert seconds == 0
 
 
 def test_placement_needs_all_groups_and_releases_them_after_its_timeout(ray, groups):

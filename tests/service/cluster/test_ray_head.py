@@ -121,20 +121,12 @@ def test_missing_ray_head_is_reported_in_one_sentence(tmp_path):
         ExistingRay("127.0.0.1:1", tmp_path).connect()
 
 
-def test_ray_head_that_does_not_start_is_reported_with_its_log(second_home, monkeypatch):
-    head = RayHead(second_home)
-    monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", "raise SystemExit('no')"])
-    with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
-        head.start()
-    assert Paths.of(second_home).ray_log.read_text() == "no\n"
-
-
-def test_users_python_path_of_ray_follows_that_of_manta(second_home, monkeypatch):
+def test_failed_start_of_a_ray_head_names_its_log_and_had_our_python_path_first(second_home, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/of/the/user")
     head = RayHead(second_home)
     script = "import os; raise SystemExit(os.environ['PYTHONPATH'])"
     monkeypatch.setattr(head, "_command", lambda: [sys.executable, "-c", script])
-    with pytest.raises(RayUnavailable):
+    with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
         head.start()
     assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}/src{os.pathsep}/of/the/user\n"
 
@@ -245,13 +237,25 @@ def test_ray_head_prestarts_workers_for_all_agents_and_the_daemon(tmp_path, monk
     assert {"--head", "--block", "--disable-usage-stats", "--port=0", "--include-dashboard=false"} <= set(command)
 
 
+@pytest.fixture
+def sound(tmp_path, monkeypatch):
+    """Writes the record of a head without problems, with further fields: (the head, what was written)."""
+
+    def write(**known):
+        head = RayHead(tmp_path)
+        record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", **known)
+        Paths.of(tmp_path).ray_record.write_text(record_text(record))
+        monkeypatch.setattr(head, "problem_of", lambda record: None)
+        monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
+        monkeypatch.setattr(head, "start", lambda: "another one")
+        return head, record
+
+    return write
+
+
 @pytest.mark.parametrize("said", [None, "", "garbage"])
-def test_removed_or_damaged_ray_token_is_restored_from_the_head_record(tmp_path, monkeypatch, said):
-    head, token = RayHead(tmp_path), Paths.of(tmp_path).ray_token
-    known = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there", "a token")
-    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(known)))
-    monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
+def test_removed_or_damaged_ray_token_is_restored_from_the_head_record(tmp_path, sound, said):
+    (head, known), token = sound(token="a token"), Paths.of(tmp_path).ray_token
     for write_again in (head.ensure, head.restore_token):
         if said is None:
             token.unlink(missing_ok=True)
@@ -262,13 +266,8 @@ def test_removed_or_damaged_ray_token_is_restored_from_the_head_record(tmp_path,
     assert "a token" not in repr(known)
 
 
-def test_ray_head_with_an_unknown_token_is_replaced(tmp_path, monkeypatch):
-    head = RayHead(tmp_path)
-    record = HeadRecord("127.0.0.1:1", os.getpid(), start_of(os.getpid()), "there")
-    Paths.of(tmp_path).ray_record.write_text(json.dumps(asdict(record)))
-    monkeypatch.setattr(head, "problem_of", lambda record: None)
-    monkeypatch.setattr(module, "_unresponsive_process", lambda pid: None)
-    monkeypatch.setattr(head, "start", lambda: "another one")
+def test_ray_head_with_an_unknown_token_is_replaced(sound):
+    head, _ = sound()
     assert head.ensure() == "another one"
 
 

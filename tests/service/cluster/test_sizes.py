@@ -50,17 +50,15 @@ def test_resized_spec_differs_in_nothing_else():
     assert resized(before, 2) is before
 
 
-@pytest.mark.parametrize(("free", "room"), [((8,), 2), ((3, 3), 1), ((1, 1, 1, 1), 0), ((2, 2, 2, 3), 2)])
-def test_room_counts_whole_replicas_of_whole_tensor_groups(free, room):
+@pytest.mark.parametrize(("free", "layout", "room"), [
+    ((8,), {"pipeline": 2}, 2), ((3, 3), {"pipeline": 2}, 1), ((1, 1, 1, 1), {"pipeline": 2}, 0),
+    ((2, 2, 2, 3), {"pipeline": 2}, 2), ((8, 8), {"context": 2}, 4), ((8, 8), {"pipeline": 2, "context": 2}, 2),
+])  # fmt: skip
+def test_room_counts_whole_replicas_of_whole_tensor_groups(free, layout, room):
+    """One for each stage and each part of the context."""
     nodes = {f"node{index}": (8, units) for index, units in enumerate(free)}
     capacity = Capacity("manta_slot", 8 * len(free), sum(free), nodes)
-    assert room_for(ParallelConfig(tensor=2, pipeline=2, data=2), capacity) == room
-
-
-def test_replica_takes_a_tensor_group_for_each_stage_and_each_part_of_the_context():
-    capacity = Capacity("manta_slot", 16, 16, {"a": (8, 8), "b": (8, 8)})
-    assert room_for(ParallelConfig(tensor=2, context=2), capacity) == 4
-    assert room_for(ParallelConfig(tensor=2, pipeline=2, context=2), capacity) == 2
+    assert room_for(ParallelConfig(tensor=2, data=2, **layout), capacity) == room
 
 
 @given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
@@ -100,11 +98,8 @@ def reshaping(**parallel):
     return spec(model=model, parallel={"data": 1, **parallel}, elastic={"reshape": True})
 
 
-def test_job_shape_is_fixed_unless_reshaping_is_allowed():
+def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowed():
     assert shapes_of(spec()) == [spec()]
-
-
-def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first():
     smaller = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
     assert smaller == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
 
@@ -126,56 +121,42 @@ def on(**free):
     return Capacity("manta_slot", 4 * len(free), sum(free.values()), {node: (4, each) for node, each in free.items()})
 
 
-def test_largest_layout_that_fits_is_taken():
+@pytest.mark.parametrize(("free", "chosen"), [
+    ({"a": 1}, (1, 1, 1)), ({"a": 2}, (2, 1, 1)), ({"a": 3}, (2, 1, 1)), ({"a": 4}, (2, 2, 1)),
+    ({"a": 4, "b": 4}, (2, 2, 2)), ({"a": 0}, None),
+])  # fmt: skip
+def test_largest_layout_that_fits_is_taken(free, chosen):
     shapes = shapes_of(spec(parallel={"tensor": 2, "pipeline": 2, "data": 2}, elastic={"min_data": 1, "reshape": True}))
-    chosen = {free: fitting(shapes, 2, on(a=free)) for free in range(1, 5)}
-    assert {free: sizes(one) for free, one in chosen.items()} == {
-        1: (1, 1, 1),
-        2: (2, 1, 1),
-        3: (2, 1, 1),
-        4: (2, 2, 1),
-    }
-    assert sizes(fitting(shapes, 2, on(a=4, b=4))) == (2, 2, 2)
-    assert fitting(shapes, 2, on(a=0)) is None
+    taken = fitting(shapes, 2, on(**free))
+    assert (taken and sizes(taken)) == chosen
     assert sizes(smallest(shapes[0])) == (1, 1, 1)
 
 
-def test_units_that_a_job_releases_are_free_on_their_node():
-    places = with_freed_units(on(a=1, b=0), ["a", "b", "b", None, "left"])
-    assert (places.nodes, places.free) == ({"a": (4, 2), "b": (4, 2)}, 4)
-    assert (places.unit, places.total) == ("manta_slot", 8)
+@pytest.mark.parametrize(("before", "released", "nodes", "free"), [
+    ({"a": 1, "b": 0}, ["a", "b", "b", None, "left"], {"a": (4, 2), "b": (4, 2)}, 4),
+    ({"a": 3, "b": 1}, ["a", "a", "a"], {"a": (4, 4), "b": (4, 1)}, 5),  # which may have been given back meanwhile
+])  # fmt: skip
+def test_units_that_a_job_releases_are_free_on_their_node_up_to_its_total(before, released, nodes, free):
+    assert with_freed_units(on(**before), released) == Capacity("manta_slot", 8, free, nodes)
 
 
-def test_released_units_never_exceed_the_units_of_their_node():
-    """What a job held there may have been given back meanwhile."""
-    places = with_freed_units(on(a=3, b=1), ["a", "a", "a"])
-    assert (places.nodes, places.free) == ({"a": (4, 4), "b": (4, 1)}, 5)
+def stored(tensor=None, pipeline=None, replicas=None):
+    return SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas)
 
 
 def test_layout_in_use_is_the_submitted_one_with_the_stored_sizes():
-    class Stored:
-        tensor, pipeline, replicas = None, None, None
-
     submitted = spec(parallel={"tensor": 2, "pipeline": 2, "data": 2})
-    assert in_use(submitted, Stored) == submitted
-    for shape in shapes_of(
-        submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
-    ):
-        Stored.tensor, Stored.pipeline, Stored.replicas = sizes(shape)
-        assert in_use(submitted, Stored).layout == shape.layout
+    reshaped = submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
+    for shape in shapes_of(reshaped):
+        assert in_use(submitted, stored(*sizes(shape))).layout == shape.layout
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, False, True])
 def test_layout_in_use_that_never_changed_equals_the_submitted_one(sequence_parallel):
     """Its tag is in the names of snapshots."""
-
-    class Stored:
-        tensor, pipeline, replicas = None, None, None
-
-    submitted = spec(
-        parallel={"tensor": 1 if sequence_parallel is False else 2, "sequence_parallel": sequence_parallel}
-    )
-    assert in_use(submitted, Stored) == submitted
+    tensor = 1 if sequence_parallel is False else 2
+    submitted = spec(parallel={"tensor": tensor, "sequence_parallel": sequence_parallel})
+    assert in_use(submitted, stored()) == submitted
 
 
 @pytest.mark.parametrize(
@@ -184,7 +165,7 @@ def test_layout_in_use_that_never_changed_equals_the_submitted_one(sequence_para
 )
 def test_reshaped_layout_drops_settings_that_no_longer_apply(tensor, pipeline, kept):
     submitted = ParallelConfig(tensor=4, pipeline=4, schedule="interleaved", virtual_stages=2, sequence_parallel=True)
-    running = layout_in_use(submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=3))
+    running = layout_in_use(submitted, stored(tensor, pipeline, 3))
     assert (running.tensor, running.pipeline, running.data) == (tensor, pipeline, 3)
     assert (running.schedule, running.virtual_stages, running.sequence_parallel) == kept
 
@@ -193,17 +174,11 @@ def test_elastic_replicas_with_typed_stages_are_counted_by_gpu_type():
     typed = ParallelConfig(pipeline=3, stage_accelerators=("A100", "V100", "V100"))
     nodes = Capacity("GPU", 16, 12, {"a": (8, 2), "b": (8, 7), "c": (8, 8)}, {"a": "A100", "b": "V100"})
     assert (room_for(typed, nodes), room_for(typed.model_copy(update={"stage_accelerators": None}), nodes)) == (2, 5)
-    running = layout_in_use(typed, SimpleNamespace(tensor=None, pipeline=None, replicas=2))
-    assert running.stage_accelerators == ("A100", "V100", "V100")
-    assert layout_in_use(typed, SimpleNamespace(tensor=1, pipeline=1, replicas=2)).stage_accelerators is None
+    assert layout_in_use(typed, stored(replicas=2)).stage_accelerators == ("A100", "V100", "V100")
+    assert layout_in_use(typed, stored(1, 1, 2)).stage_accelerators is None
 
 
-def test_a_list_of_layers_holds_for_its_own_pipeline_only():
+@pytest.mark.parametrize(("tensor", "pipeline", "layers"), [(2, 2, (1, 3)), (1, 2, (1, 3)), (2, 1, None)])
+def test_a_list_of_layers_holds_for_its_own_pipeline_only(tensor, pipeline, layers):
     submitted = ParallelConfig(tensor=2, pipeline=2, stage_layers=(1, 3))
-    lists = {
-        (tensor, pipeline): layout_in_use(
-            submitted, SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=2)
-        ).stage_layers
-        for tensor, pipeline in ((2, 2), (1, 2), (2, 1))
-    }
-    assert lists == {(2, 2): (1, 3), (1, 2): (1, 3), (2, 1): None}
+    assert layout_in_use(submitted, stored(tensor, pipeline, 2)).stage_layers == layers

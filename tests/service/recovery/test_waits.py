@@ -57,12 +57,9 @@ def test_waits_of_a_running_job_name_whom_most_ranks_wait_for():
     assert "for each other" in seen(at("agreement", 1, DATA), at("agreement", 0, DATA)).sentence
 
 
-def test_waits_say_that_an_overdue_culprit_may_still_continue():
+def test_waits_name_no_culprit_if_it_may_continue_or_all_wait_for_each_other():
     waits = seen(at("checkpoint"), at("agreement", 0, DATA, overdue=True))
     assert (waits.culprits, waits.sentence.endswith("; rank 0 may still continue")) == ((), True)
-
-
-def test_waits_name_no_culprit_if_all_ranks_wait_for_each_other():
     waits = seen(at("agreement", 1, DATA, overdue=True), at("agreement", 0, DATA, overdue=True))
     assert waits.culprits == ()
     assert waits.sentence.startswith("the job stands still because of no rank in particular: ")
@@ -102,21 +99,13 @@ def test_waits_describe_the_device_of_a_rank_whose_device_is_behind():
     )  # fmt: skip
 
 
-def test_recovery_phases_follow_one_another():
-    timeline = RecoveryTimeline(11, 10, 11.5, 11.6, 12, 14, 15)
-    assert timeline.phases() == {"detect": 1, "rest": 0.5, "re_form": 0.5, "restore": 2, "redo": 1}
-    assert timeline.total_seconds == 5
-
-
-def test_recovery_phases_that_have_not_ended_are_unknown():
-    timeline = RecoveryTimeline(11, 10, 11.5)
-    assert timeline.phases() == {"detect": 1, "rest": 0.5, "re_form": None, "restore": None, "redo": None}
-    assert timeline.total_seconds is None
-
-
-def test_recovery_phase_without_an_end_counts_with_the_next():
-    timeline = RecoveryTimeline(11, None, 12, restored_at=15, first_step_at=16)
-    assert timeline.phases() == {"detect": 0, "rest": 1, "re_form": 0, "restore": 3, "redo": 1}
+@pytest.mark.parametrize(("timeline", "phases", "total"), [
+    (RecoveryTimeline(11, 10, 11.5, 11.6, 12, 14, 15), (1, 0.5, 0.5, 2, 1), 5),
+    (RecoveryTimeline(11, 10, 11.5), (1, 0.5, None, None, None), None),
+    (RecoveryTimeline(11, None, 12, restored_at=15, first_step_at=16), (0, 1, 0, 3, 1), 5),
+])  # fmt: skip
+def test_recovery_phases_follow_one_another_and_one_without_an_end_counts_with_the_next(timeline, phases, total):
+    assert (timeline.phases(), timeline.total_seconds) == (dict(zip(PHASES, phases, strict=True)), total)
 
 
 times = st.one_of(st.none(), st.floats(0, 100))
@@ -200,41 +189,25 @@ def everybody(axis, rank):
 SUM, GATHER, LONGER = ("all_reduce", (8,)), ("all_gather", (8,)), ("all_reduce", (9,))
 
 
-@pytest.mark.parametrize(
-    ("calls", "ranks", "why"),
-    [
-        (
-            (SUM, SUM, None, SUM),
-            (2,),
-            "did not come to all_reduce 3 of world (Float[8] -> Float[8]), where others wait",
-        ),
-        ((None, SUM, None, SUM), (0, 2), "did not come to all_reduce 3 of world"),
-        ((SUM, GATHER, SUM, SUM), (1,), "at number 3 of world all_gather meets all_reduce"),
-        (
-            (SUM, SUM, SUM, LONGER),
-            (3,),
-            "at number 3 of world Float[9] -> Float[9] meets Float[8] -> Float[8]",
-        ),
-        ((SUM, GATHER, GATHER, SUM), (), "at number 3 of world all_gather meets all_reduce"),
-        ((GATHER, None, SUM, SUM), (0,), "all_gather meets all_reduce"),
-    ],
-)
+@pytest.mark.parametrize(("calls", "ranks", "why"), [
+    ((SUM, SUM, None, SUM), (2,), "did not come to all_reduce 3 of world (Float[8] -> Float[8]), where others wait"),
+    ((None, SUM, None, SUM), (0, 2), "did not come to all_reduce 3 of world"),
+    ((SUM, GATHER, SUM, SUM), (1,), "at number 3 of world all_gather meets all_reduce"),
+    ((SUM, SUM, SUM, LONGER), (3,), "at number 3 of world Float[9] -> Float[9] meets Float[8] -> Float[8]"),
+    ((SUM, GATHER, GATHER, SUM), (), "at number 3 of world all_gather meets all_reduce"),
+    ((GATHER, None, SUM, SUM), (0,), "all_gather meets all_reduce"),
+])  # fmt: skip
 def test_flight_records_name_the_rank_with_a_missing_or_different_collective(calls, ranks, why):
     difference = find_disagreement(gang_of(*calls), everybody)
     assert difference.ranks == ranks
     assert why in difference.why
 
 
-@pytest.mark.parametrize("calls", [(SUM,) * 4, (None,) * 4])
-def test_flight_records_that_agree_reveal_nothing(calls):
-    assert find_disagreement(gang_of(*calls), everybody) is None
-
-
-def test_flight_records_do_not_blame_silent_ranks():
+def test_flight_records_that_agree_or_are_silent_blame_nobody():
     records = gang_of(SUM, SUM, None, SUM)
     del records[2]
-    assert find_disagreement(records, everybody) is None
-    assert find_disagreement({}, everybody) is None
+    for agreeing in (gang_of(*(SUM,) * 4), gang_of(*(None,) * 4), records, {}):
+        assert find_disagreement(agreeing, everybody) is None
 
 
 def test_flight_records_do_not_blame_a_rank_that_waits_itself():

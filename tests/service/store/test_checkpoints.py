@@ -44,13 +44,6 @@ def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_ste
     assert store.query(checkpoints.kept_because, started)[last].startswith("it is the newest")
 
 
-def test_failed_save_of_a_step_becomes_complete_when_repeated(store, started):
-    first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/x"))
-    store.write(lambda session: checkpoints.fail(session, first.id))
-    assert save(store, started, 50) == first.id
-    assert (newest(store, started).bytes, newest(store, started).state) == (100, "complete")
-
-
 def test_complete_checkpoint_cannot_fail_and_a_deleted_one_cannot_be_completed(store, started):
     saved = save(store, started, 50)
     assert not store.write(lambda session: checkpoints.fail(session, saved))
@@ -82,14 +75,6 @@ def test_checkpoint_pages_list_the_highest_step_first(store, started):
 def test_cursor_that_names_no_checkpoint_is_refused(store, started, held):
     with store.read() as session, pytest.raises(InvalidCursor):
         checkpoints.page(session, started.id, cursor=Cursors("checkpoints", job=started.id).encode(held))
-
-
-def test_checkpoint_is_found_by_its_generation_and_step(store, started):
-    save(store, started, 50)
-    with store.read() as session:
-        assert checkpoints.find(session, started.id, 1, 50).path == "/x/step-00000050-generation-1"
-        assert checkpoints.find(session, started.id, 2, 50) is None
-        assert [row.step for row in checkpoints.complete_ones(session, started.id)] == [50]
 
 
 def on_disk(step, condition=Condition.COMPLETE, generation=1, path=None):
@@ -125,14 +110,13 @@ def test_reconciling_leaves_the_rows_of_unreadable_checkpoints_unchanged(store, 
     assert reconciled(store, started, on_disk(100), on_disk(150)) == {**rows, 50: "deleted", 150: "complete"}
 
 
-def test_reconciling_marks_missing_or_damaged_checkpoints_deleted_or_failed(store, started, rows):
+def test_reconciling_marks_missing_or_damaged_checkpoints_until_they_are_back(store, started, rows):
     there = [on_disk(50), on_disk(100, Condition.INCOMPLETE)]
     assert reconciled(store, started, *there) == {50: "complete", 100: "deleted", 150: "failed"}
-
-
-def test_deleted_checkpoint_that_is_back_on_disk_is_complete_again(store, started, rows):
     assert reconciled(store, started, on_disk(100))[50] == "deleted"
-    assert reconciled(store, started, on_disk(50), on_disk(100))[50] == "complete"
+    assert reconciled(store, started, on_disk(50), on_disk(100)) == {**rows, 150: "failed"}
+    # The store took its manifest long after its ranks had left each other.
+    assert reconciled(store, started, on_disk(50), on_disk(100), on_disk(150)) == {**rows, 150: "complete"}
 
 
 def test_checkpoints_unknown_to_a_restored_database_are_found_on_disk(store, started, rows):
@@ -161,12 +145,6 @@ def test_reconciling_ignores_folders_with_names_that_no_save_gives(store, starte
     assert store.query(checkpoints.find, started.id, 1, 50).path == "/x/step-00000050-generation-1"
 
 
-def test_failed_save_that_is_found_whole_on_disk_is_complete(store, started, rows):
-    """The store took its manifest long after its ranks had left each other."""
-    assert reconciled(store, started, on_disk(50), on_disk(100)) == {**rows, 150: "failed"}
-    assert reconciled(store, started, on_disk(50), on_disk(100), on_disk(150)) == {**rows, 150: "complete"}
-
-
 def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
     store.write(lambda session: checkpoints.begin(session, started.id, 1, 150, UNFINISHED))
     assert reconciled(store, started, exists=False) == {150: "failed"}
@@ -174,9 +152,11 @@ def test_job_that_was_never_checkpointed_needs_no_folder(store, started):
 
 def test_repeated_save_of_a_step_keeps_nothing_of_the_earlier_one(store, started):
     first = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/old"))
-    assert store.write(lambda session: checkpoints.complete(session, first.id, 100))
+    store.write(lambda session: checkpoints.fail(session, first.id))
+    assert save(store, started, 50) == first.id
     done = store.query(checkpoints.find, started.id, 1, 50)
-    assert done.completed_at >= done.created_at
+    assert (done.state, done.bytes, done.completed_at >= done.created_at) == ("complete", 100, True)
+    assert store.query(checkpoints.find, started.id, 2, 50) is None
     again = store.write(lambda session: checkpoints.begin(session, started.id, 1, 50, "/new"))
     assert (again.id, again.state, again.path) == (first.id, "saving", "/new")
     assert (again.bytes, again.completed_at) == (None, None)

@@ -15,12 +15,10 @@ def test_pages_of_events_continue_after_an_id_and_hold_one_job(store, submit):
         store.write(lambda session, n=number: events.append(session, job.id, "tick", f"tick {n}", step=n))
         store.write(lambda session: events.append(session, other.id, "noise", "noise"))
     seen, after = [], 0
-    while True:
+    while after is not None:
         page = store.query(events.page, job.id, after, limit=2)
         seen += [event.message for event in page.items]
-        if page.next_cursor is None:
-            break
-        after = events.cursors(job.id).decode_number(page.next_cursor)
+        after = page.next_cursor and events.cursors(job.id).decode_number(page.next_cursor)
     assert seen[1:] == [f"tick {n}" for n in range(5)]
 
 

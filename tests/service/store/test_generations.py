@@ -1,11 +1,9 @@
 """Generations, and the recoveries that begin some of them."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from manta.service.states import JobState
-from manta.service.store import checkpoints, generations, jobs, metrics, ranks, recoveries
+from manta.service.store import checkpoints, generations, jobs, metrics, ranks
 from manta.service.store.errors import JobNotFound
 from manta.service.store.generations import TrainedStep
 
@@ -52,9 +50,10 @@ def test_generation_keeps_its_first_reported_first_step_and_end(store, started):
     assert (row.first_step_at, row.ended_at) == (5.0, 5.0)
 
 
-def test_reports_and_checkpoints_of_an_older_generation_are_refused(store, started):
+def test_reports_of_an_older_generation_are_refused_and_those_of_the_new_one_count_from_one(store, started):
     old = begin(store, started)
     row = {"rank": 0, "tensor": 0, "pipeline": 0, "data": 0, "generation": old + 1, "state": "starting"}
+    assert store.write(lambda session: jobs.accept_report(session, started.id, old, 0, 57))
     new = begin(store, started, restart=True)
     store.write(lambda session: ranks.replace(session, started.id, [row]))
 
@@ -70,49 +69,10 @@ def test_reports_and_checkpoints_of_an_older_generation_are_refused(store, start
     job = store.query(jobs.get, started.id)
     assert (job.generation, job.step, job.metrics, job.report_cursor) == (new, 0, {}, {})
     assert store.query(ranks.of_job, started.id)[0].state == "starting"
+    assert store.write(lambda session: jobs.accept_report(session, started.id, new, 0, 1))
 
 
-def test_a_new_generation_takes_reports_numbered_from_one_again(store, started):
-    first = begin(store, started)
-    assert store.write(lambda session: jobs.accept_report(session, started.id, first, 0, 57))
-    second = begin(store, started, restart=True)
-    assert store.write(lambda session: jobs.accept_report(session, started.id, second, 0, 1))
-
-
-def test_ranks_are_replaced_as_a_whole(store, started):
-    def rows(count, generation):
-        return [
-            {"rank": n, "tensor": 0, "pipeline": 0, "data": n, "generation": generation, "state": "starting", "pid": n}
-            for n in range(count)
-        ]
-
-    store.write(lambda session: ranks.replace(session, started.id, rows(4, 1)))
-    store.write(lambda session: ranks.replace(session, started.id, rows(2, 2)))
-    assert store.write(lambda session: ranks.set_state(session, started.id, 2, 1, "running", pid=41))
-    assert not store.write(lambda session: ranks.set_state(session, started.id, 2, 3, "running"))
-    assert store.write(lambda session: ranks.set_state(session, started.id, 2, 0, "exited"))
-    listed = store.query(ranks.of_job, started.id)
-    assert [(row.rank, row.state, row.pid) for row in listed] == [(0, "exited", None), (1, "running", 41)]
-    store.write(lambda session: ranks.end_all(session, started.id))
-    with store.read() as session:
-        assert {(row.state, row.pid) for row in ranks.of_job(session, started.id)} == {("exited", None)}
-
-
-def test_generation_of_an_unknown_job_is_refused(store):
+def test_generation_of_an_unknown_job_and_first_step_of_one_that_never_began_are_refused(store, started):
     with pytest.raises(JobNotFound):
         store.write(lambda session: generations.begin(session, "job_000000000000", "test", False))
-
-
-def test_first_step_of_a_generation_that_never_began_is_refused(store, started):
     assert not store.write(lambda session: generations.mark_first_step(session, started.id, 1))
-
-
-def test_recovery_times_are_those_of_the_last_rank_and_fixed_by_the_first_step():
-    row = SimpleNamespace(first_step_at=None, connected_at=None, restored_at=None)
-    session = SimpleNamespace(get=lambda table, key: row)
-    for connected_at, restored_at in ((5.0, None), (3.0, 9.0), (4.0, 8.0)):
-        recoveries.record_latest(session, "job", 2, connected_at=connected_at, restored_at=restored_at)
-    assert (row.connected_at, row.restored_at) == (5.0, 9.0)
-    row.first_step_at = 10.0
-    recoveries.record_latest(session, "job", 2, restored_at=11.0)
-    assert row.restored_at == 9.0

@@ -34,30 +34,26 @@ def test_malformed_text_is_not_a_job_id(text):
     assert not is_job_id(text)
 
 
-def test_malformed_or_unknown_job_id_is_not_found(store):
-    with store.read() as session:
-        for job_id in ("job_000000000000", "../../etc/passwd", ""):
-            with pytest.raises(JobNotFound):
-                jobs.get(session, job_id)
+@pytest.mark.parametrize("job_id", ["job_000000000000", "../../etc/passwd", ""])
+def test_malformed_or_unknown_job_id_is_not_found(store, job_id):
+    for operation in (jobs.get, lambda session, job: jobs.edit(session, job, priority=1)):
+        with pytest.raises(JobNotFound):
+            store.write(lambda session, operation=operation: operation(session, job_id))
 
 
-def test_repeated_request_with_the_same_key_creates_one_job(store, make_spec):
-    def request(session):
-        return jobs.create(session, make_spec(), "key-1", "digest-a")
+def test_repeated_request_with_the_same_key_creates_one_job_and_another_body_is_refused(store, make_spec):
+    def request(key="key-1", digest="digest-a"):
+        return store.write(lambda session: jobs.create(session, make_spec(), key, digest))
 
-    first, created = store.write(request)
-    again, created_again = store.write(request)
+    first, created = request()
+    again, created_again = request()
     assert (created, created_again) == (True, False)
     assert first.id == again.id
-    other, created = store.write(lambda session: jobs.create(session, make_spec(), "key-2", "digest-a"))
+    other, created = request("key-2")
     assert created and other.id != first.id
-    assert store.write(request)[0].id == first.id
-
-
-def test_idempotency_key_reused_with_another_body_is_refused(store, make_spec):
-    job, _ = store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-a"))
-    with pytest.raises(IdempotencyConflict, match=job.id):
-        store.write(lambda session: jobs.create(session, make_spec(), "key-1", "digest-b"))
+    assert request()[0].id == first.id
+    with pytest.raises(IdempotencyConflict, match=first.id):
+        request(digest="digest-b")
 
 
 def test_concurrent_requests_with_one_key_make_one_job(store, make_spec):
@@ -98,12 +94,6 @@ def test_event_of_a_state_change_has_generation_and_step(store, started):
     assert (last.generation, last.step) == (1, 7)
 
 
-def test_state_change_clears_the_reason_of_the_state_before(store, started):
-    store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED, "insufficient_slots", "full"))
-    again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
-    assert (again.reason, again.message, again.finished_at) == (None, None, None)
-
-
 def test_requested_size_is_stored_and_reported_as_an_event(store, submit):
     job = submit(parallel={"data": 2}, elastic={"min_data": 1})
     assert store.write(lambda session: jobs.request_resize(session, job.id, 1)).wanted_replicas == 1
@@ -120,9 +110,10 @@ def test_illegal_state_transition_is_refused_and_leaves_the_job_unchanged(store,
     assert store.query(jobs.get, job.id).state == "QUEUED"
 
 
-def test_requeued_job_keeps_the_time_of_its_first_start(store, started):
-    store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED))
+def test_requeued_job_keeps_the_time_of_its_first_start_but_not_the_reason_of_its_wait(store, started):
+    store.write(lambda session: jobs.transition(session, started.id, JobState.QUEUED, "insufficient_slots", "full"))
     again = store.write(lambda session: jobs.transition(session, started.id, JobState.STARTING))
+    assert (again.reason, again.message, again.finished_at) == (None, None, None)
     assert again.started_at == started.started_at
 
 
@@ -260,19 +251,13 @@ def test_edit_changes_name_and_priority_in_row_spec_and_events(store, submit):
     assert entry.data == {"name": {"from": "small", "to": "better"}, "priority": {"from": 0, "to": 7}}
 
 
-def test_edit_keeps_omitted_fields_and_adds_no_event_if_nothing_changes(store, submit):
-    job = submit()
+def test_edit_keeps_omitted_fields_adds_no_event_for_no_change_and_moves_a_job_in_the_queue(store, submit):
+    first, job = submit(), submit()
     assert edit(store, job, priority=0).updated_at == job.updated_at
     assert edit(store, job, priority=3).name == "small"
     with store.read() as session:
         assert [event.type for event in events.page(session, job.id).items] == ["submitted", "edited"]
-
-
-def test_priority_moves_a_job_in_the_queue(store, submit):
-    first, second = submit(), submit()
-    edit(store, second, priority=1)
-    with store.read() as session:
-        assert [job.id for job in jobs.unfinished(session)] == [second.id, first.id]
+        assert [each.id for each in jobs.unfinished(session)] == [job.id, first.id]
 
 
 def test_version_of_a_job_changes_with_an_edit_and_not_with_its_state(store, submit):
@@ -296,34 +281,21 @@ def test_edit_of_a_job_that_was_edited_meanwhile_is_refused(store, submit):
     assert store.query(jobs.get, job.id).priority == 1
 
 
-def test_edit_of_an_unknown_job_raises_job_not_found(store):
-    with pytest.raises(JobNotFound):
-        store.write(lambda session: jobs.edit(session, "job_000000000000", priority=1))
-
-
-def test_edit_changes_the_submitted_spec_and_its_event_has_generation_and_step(store, submit):
+@pytest.mark.parametrize(("before", "after"), [
+    (({"name": "small", "more": 1}, {"name": "small"}), ({"name": "better", "more": 1}, {"name": "better"})),
+    ((None, None), (None, None)),
+])  # fmt: skip
+def test_edit_changes_a_stored_submitted_spec_and_its_event_has_generation_and_step(store, submit, before, after):
     job = submit()
 
     def move_on(session):
         row = jobs.get(session, job.id)
         row.generation, row.step = 3, 7
-        row.submitted, row.not_default = {"name": "small", "more": 1}, {"name": "small"}
+        row.submitted, row.not_default = before
 
     store.write(move_on)
     changed = edit(store, job, name="better")
-    assert (changed.submitted, changed.not_default) == ({"name": "better", "more": 1}, {"name": "better"})
+    assert (changed.submitted, changed.not_default) == after
     assert changed.updated_at > job.updated_at
     entry = store.query(events.page, job.id).items[-1]
     assert (entry.generation, entry.step) == (3, 7)
-
-
-def test_edit_of_a_job_stored_without_its_submitted_spec_adds_none(store, submit):
-    job = submit()
-
-    def forget(session):
-        row = jobs.get(session, job.id)
-        row.submitted = row.not_default = None
-
-    store.write(forget)
-    changed = edit(store, job, name="better")
-    assert (changed.submitted, changed.not_default) == (None, None)

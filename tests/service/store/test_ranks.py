@@ -43,7 +43,8 @@ def test_ranks_that_are_lost_have_no_process_and_the_others_keep_theirs(store, t
     assert states(store, first) == [(0, "exited", None, 1), (1, "running", 7, 1), (2, "exited", None, 1)]
     assert states(store, second) == [(0, "running", 7, 1), (1, "running", 7, 1)]
     assert store.write(lambda s: ranks.set_state(s, second, 1, 1, "exited")), "which it says itself"
-    assert states(store, second) == [(0, "running", 7, 1), (1, "exited", None, 1)]
+    assert store.write(lambda s: ranks.set_state(s, second, 1, 0, "running", pid=41))
+    assert states(store, second) == [(0, "running", 41, 1), (1, "exited", None, 1)]
 
 
 def test_state_reported_by_a_rank_of_an_older_generation_is_ignored(store, two):

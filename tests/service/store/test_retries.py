@@ -75,16 +75,8 @@ def test_lasting_error_is_raised_without_a_retry(error):
     assert in_virtual_seconds(operation) == ([0.0], error)
 
 
-def test_retry_pauses_double_up_to_the_maximum():
-    pauses = backoff(1.0, 3.0)
-    assert [next(pauses) for _ in range(4)] == [1.0, 2.0, 3.0, 3.0]
-
-
-def test_backoff_depends_on_the_number_of_tries():
+def test_backoff_doubles_with_the_number_of_tries_up_to_the_maximum():
     pauses = list(islice(backoff(0.25, 10.0), 9))
     assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 10.0]
     assert [backoff_after(tries, 0.25, 10.0) for tries in range(9)] == pauses
-
-
-def test_backoff_is_capped_after_thousands_of_tries():
     assert backoff_after(100_000, 0.25, 60.0) == 60.0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -16,45 +17,34 @@ from manta.workers.system.resources import OtherCpuLoad, usable_cores
 
 
 @pytest.fixture
-def machine(tmp_path, monkeypatch):
-    """A machine's files, and how many of its cores the process is bound to."""
+def cores(machine_files, monkeypatch):
+    """The cores of a process on a machine with these files, which is bound to so many of them."""
 
     def make(bound, membership=None, **files):
         monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(bound)))
-        if membership is not None:
-            files["proc/self/cgroup"] = membership
-        for path, content in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(content + "\n")
-        return usable_cores(tmp_path)
+        return usable_cores(machine_files(membership, **files))
 
     return make
 
 
-def test_unlimited_process_has_the_cores_it_is_bound_to(machine):
-    assert machine(64) == 64
-    assert machine(3, "0::/user", **{"sys/fs/cgroup/user/cpu.max": "max 100000"}) == 3
+GROUP, V1 = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct/docker/one"
 
 
-@pytest.mark.parametrize(("quota", "cores"), [("800000", 8), ("250000", 2), ("50000", 1), ("max", 16), ("many", 16)])
-def test_core_limit_is_counted_in_whole_cores(machine, quota, cores):
-    assert machine(16, "0::/job", **{"sys/fs/cgroup/job/cpu.max": f"{quota} 100000"}) == cores
-
-
-def test_core_limits_of_enclosing_groups_apply(machine):
-    files = {"sys/fs/cgroup/pods/pod/cpu.max": "max 100000", "sys/fs/cgroup/pods/cpu.max": "400000 100000"}
-    assert machine(16, "0::/pods/pod", **files) == 4
-
-
-def test_core_limit_in_a_container_is_read_from_the_topmost_group(machine):
-    assert machine(16, "0::/kubepods/pod/container", **{"sys/fs/cgroup/cpu.max": "200000 100000"}) == 2
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("300000", 3), ("-1", 16)])
-def test_core_limits_of_cgroups_v1_are_read(machine, quota, cores):
-    group = "sys/fs/cgroup/cpu,cpuacct/docker/one"
-    files = {f"{group}/cpu.cfs_quota_us": quota, f"{group}/cpu.cfs_period_us": "100000"}
-    assert machine(16, "5:memory:/docker/one\n4:cpu,cpuacct:/docker/one", **files) == cores
+@pytest.mark.parametrize(("bound", "membership", "files", "count"), [
+    (64, None, {}, 64),
+    (3, "0::/user", {f"{GROUP}/user/cpu.max": "max 100000"}, 3),
+    *((16, "0::/job", {f"{GROUP}/job/cpu.max": f"{quota} 100000"}, count)
+      for quota, count in (("800000", 8), ("250000", 2), ("50000", 1), ("max", 16), ("many", 16))),
+    (16, "0::/pods/pod", {f"{GROUP}/pods/pod/cpu.max": "800000 100000", f"{GROUP}/pods/cpu.max": "400000 100000"}, 4),
+    (16, "0::/kubepods/pod/container", {f"{GROUP}/cpu.max": "200000 100000"}, 2),  # as in a container
+    *((16, "5:memory:/docker/one\n4:cpu,cpuacct:/docker/one",
+       {f"{V1}/cpu.cfs_quota_us": quota, f"{V1}/cpu.cfs_period_us": "100000"}, count)
+      for quota, count in (("300000", 3), ("-1", 16))),
+])  # fmt: skip
+def test_usable_cores_are_those_bound_to_up_to_the_whole_ones_that_any_group_allows(
+    cores, bound, membership, files, count
+):
+    assert cores(bound, membership, **files) == count
 
 
 @pytest.fixture
@@ -67,17 +57,13 @@ def clocks(monkeypatch):
     return now
 
 
-def test_cores_busy_with_other_work_exclude_this_process(clocks):
+def test_cores_busy_with_other_work_exclude_this_process_and_may_be_unknown(clocks):
     work = OtherCpuLoad()
     clocks.update(passed=10.0, busy=16.0, own=9.0)
     assert work.cores() == pytest.approx(0.7)
     clocks.update(own=17.0)  # the kernel counts in ticks
     assert work.cores() == 0.0
-
-
-def test_other_work_is_unknown_if_the_kernel_does_not_tell(clocks):
-    work = OtherCpuLoad()
-    clocks.update(busy=None)
+    clocks.update(busy=None)  # the kernel does not tell
     assert work.cores() is None
 
 
@@ -118,12 +104,9 @@ def niceness_after(before: int) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
-def test_process_and_its_threads_lower_their_priority():
+def test_process_and_its_threads_lower_their_priority_unless_it_is_lower_already():
     before = os.getpriority(os.PRIO_PROCESS, 0)
     assert niceness_after(0) == [max(NICENESS, before)] * 2
-
-
-def test_lower_priority_keeps_a_process_that_is_nicer_already():
     assert niceness_after(19) == [19, 19]
 
 
@@ -141,19 +124,12 @@ def test_lower_priority_applies_to_its_own_session_only():
 
 
 def test_lower_priority_is_retried_while_the_kernel_is_busy(monkeypatch):
-    answers = [BlockingIOError(), BlockingIOError(), None]
-
-    class Autogroup:
-        def write_text(self, text):
-            assert text == str(NICENESS)
-            if answer := answers.pop(0):
-                raise answer
-
-    monkeypatch.setattr(priority, "AUTOGROUP", Autogroup())
+    group = Mock(write_text=Mock(side_effect=[BlockingIOError(), BlockingIOError(), None]))
+    monkeypatch.setattr(priority, "AUTOGROUP", group)
     monkeypatch.setattr(priority, "PAUSE_SECONDS", (0.0, 0.0))
     monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: None)
     before = set(threading.enumerate())
     priority.lower_priority()
     for thread in set(threading.enumerate()) - before:
         thread.join()
-    assert not answers
+    assert group.write_text.mock_calls == [call(str(NICENESS))] * 3

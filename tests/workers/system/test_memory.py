@@ -63,46 +63,27 @@ def test_memory_stays_pinned_until_released(runtime):
 KIB = 1024
 
 
-@pytest.fixture
-def machine(tmp_path):
-    """What a process may have on a machine with these files."""
-
-    def available(membership=None, **files):
-        if membership is not None:
-            files["proc/self/cgroup"] = membership
-        for path, content in files.items():
-            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / path).write_text(content + "\n")
-        return memory_available(tmp_path)
-
-    return available
-
-
 MEMINFO = {"proc/meminfo": "MemTotal:  100 kB\nMemFree: 1 kB\nMemAvailable:   40 kB"}
+GROUP, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory/docker/one"
+POD = {f"{GROUP}/memory.max": str(30 * KIB), f"{GROUP}/memory.current": str(20 * KIB),
+       f"{GROUP}/memory.stat": f"anon 7\ninactive_file {4 * KIB}"}  # fmt: skip
+CONTAINER = {f"{V1}/memory.limit_in_bytes": str(9 * KIB), f"{V1}/memory.usage_in_bytes": str(8 * KIB),
+             f"{V1}/memory.stat": f"total_inactive_file {2 * KIB}"}  # fmt: skip
 
 
-def test_available_memory_is_what_the_kernel_says(machine):
-    assert machine(**MEMINFO) == 40 * KIB
-
-
-def test_available_memory_is_unlimited_if_the_kernel_does_not_say(machine):
-    assert machine() > 2**60
-    assert machine(**{"proc/meminfo": "MemTotal: 100 kB"}) > 2**60
-
-
-def test_container_memory_is_what_its_group_leaves_including_droppable_pages(machine):
-    group = "sys/fs/cgroup"  # the path of the group is the machine's, which nobody sees here
-    limits = {f"{group}/memory.max": str(30 * KIB), f"{group}/memory.current": str(20 * KIB)}
-    stat = {f"{group}/memory.stat": f"anon 7\ninactive_file {4 * KIB}"}
-    assert machine("0::/pods/pod", **MEMINFO, **limits, **stat) == 14 * KIB
-    assert machine("0::/pods/pod", **{f"{group}/memory.max": "max"}) == 40 * KIB
-
-
-def test_memory_limits_of_cgroups_v1_are_read(machine):
-    group = "sys/fs/cgroup/memory/docker/one"
-    limits = {f"{group}/memory.limit_in_bytes": str(9 * KIB), f"{group}/memory.usage_in_bytes": str(8 * KIB)}
-    stat = {f"{group}/memory.stat": f"total_inactive_file {2 * KIB}"}
-    assert machine("4:cpu:/docker/one\n5:memory:/docker/one", **MEMINFO, **limits, **stat) == 3 * KIB
+@pytest.mark.parametrize(("membership", "files", "bytes_left"), [
+    (None, MEMINFO, 40 * KIB),
+    (None, {}, None),
+    (None, {"proc/meminfo": "MemTotal: 100 kB"}, None),
+    ("0::/pods/pod", MEMINFO | POD, 14 * KIB),  # the path is the machine's, which nobody sees here
+    ("0::/pods/pod", MEMINFO | {f"{GROUP}/memory.max": "max"}, 40 * KIB),
+    ("4:cpu:/docker/one\n5:memory:/docker/one", MEMINFO | CONTAINER, 3 * KIB),
+])  # fmt: skip
+def test_available_memory_is_what_kernel_and_group_leave_including_droppable_pages(
+    machine_files, membership, files, bytes_left
+):
+    available = memory_available(machine_files(membership, **files))
+    assert available > 2**60 if bytes_left is None else available == bytes_left
 
 
 @pytest.mark.parametrize(("said", "killed"), [

@@ -25,11 +25,8 @@ from manta.workers.system.sockets import (
 )
 
 
-def test_own_address_towards_loopback_is_loopback():
+def test_address_towards_loopback_is_loopback_and_the_outward_one_can_be_listened_on():
     assert address_facing("127.0.0.1") == "127.0.0.1"
-
-
-def test_outward_address_can_be_listened_on():
     with socket.create_server((outward_address(), 0)) as listener:
         assert listener.getsockname()[0] == outward_address()
 
@@ -82,12 +79,9 @@ def test_every_port_of_a_range_is_used_before_it_is_full():
         each.close()
 
 
-def test_listener_without_a_port_range_takes_any_port():
+def test_listener_without_a_port_range_takes_any_port_but_no_foreign_address():
     with listen(HOST) as one, listen(HOST) as other:
         assert one.getsockname()[1] != other.getsockname()[1]
-
-
-def test_foreign_address_is_not_reported_as_a_port_in_use():
     with pytest.raises(OSError) as refused:
         listen("192.0.2.1", PortRange(20000, 20010))
     assert "in use" not in str(refused.value)
@@ -139,19 +133,14 @@ def test_broken_connection_wakes_readers_at_both_ends(connected):
     assert there.recv(1) == b""
 
 
-def test_breaking_a_connection_leaves_others_open(connected):
+def test_breaking_a_connection_leaves_others_and_all_descriptors_open(connected):
     (wanted, _), (here, there) = connected(), connected()
+    before = len(list(OPEN.iterdir()))
     assert break_connections({ends(wanted)}.__contains__) == 1
+    assert len(list(OPEN.iterdir())) == before
+    assert wanted.fileno() >= 0
     here.sendall(b"x")
     assert there.recv(1) == b"x"
-
-
-def test_breaking_connections_leaves_descriptors_open(connected):
-    here, _ = connected()
-    before = len(list(OPEN.iterdir()))
-    break_connections(lambda connection: connection == ends(here))
-    assert len(list(OPEN.iterdir())) == before
-    assert here.fileno() >= 0
 
 
 @pytest.fixture

@@ -32,34 +32,19 @@ def test_process_group_ends_with_its_leader_even_if_stopped():
     leader.communicate()
 
 
-def test_the_end_of_a_process_is_waited_for():
-    process = subprocess.Popen(["sleep", "1000"])
-
-    async def body():
-        waiting = asyncio.create_task(ended(process.pid))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        process.kill()
-        await asyncio.wait_for(waiting, 10)
-
-    asyncio.run(body())
-    process.wait()
-    asyncio.run(ended(process.pid))
-
-
 def _descriptors():
     return {each.name for each in Path("/proc/self/fd").iterdir()}
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_waiting_for_the_end_of_a_process_leaves_no_descriptor_open(given_up):
+def test_end_of_a_process_is_waited_for_and_leaves_no_descriptor_open(given_up):
     process, open_files = subprocess.Popen(["sleep", "1000"]), []
 
     async def body():
         open_files.append(_descriptors())
         waiting = asyncio.create_task(ended(process.pid))
         await asyncio.sleep(0)
-        assert _descriptors() != open_files[0]
+        assert _descriptors() != open_files[0] and not waiting.done()
         if given_up:
             waiting.cancel()
         else:
@@ -71,6 +56,7 @@ def test_waiting_for_the_end_of_a_process_leaves_no_descriptor_open(given_up):
     asyncio.run(body())
     process.kill()
     process.wait()
+    asyncio.run(ended(process.pid))
     assert open_files[0] == open_files[1]
 
 
@@ -100,29 +86,21 @@ def test_process_state_handles_any_program_name_and_a_process_that_is_gone(tmp_p
     assert process_state(process.pid) is None
 
 
-def test_process_state_without_schedstat_has_no_delay(monkeypatch):
+@pytest.mark.parametrize("schedstat", [None, "2500000000 750000000 42\n"])
+def test_process_times_in_nanoseconds_become_seconds_and_have_no_delay_if_unknown(monkeypatch, schedstat):
     read = Path.read_text
 
-    def without(path, **options):
-        if path.name == "schedstat":
+    def changed(path, **options):
+        if path.name != "schedstat":
+            return read(path, **options)
+        if schedstat is None:
             raise FileNotFoundError
-        return read(path, **options)
+        return schedstat
 
-    monkeypatch.setattr(Path, "read_text", without)
+    monkeypatch.setattr(Path, "read_text", changed)
     state = process_state(os.getpid())
-    assert (state.main_cpu_seconds, state.delay_seconds) == (state.cpu_seconds, 0.0)
+    assert (state.main_cpu_seconds, state.delay_seconds) == ((2.5, 0.75) if schedstat else (state.cpu_seconds, 0.0))
     assert state.cpu_seconds > 0.0
-
-
-def test_process_times_in_nanoseconds_become_seconds(monkeypatch):
-    read = Path.read_text
-
-    def counted(path, **options):
-        return "2500000000 750000000 42\n" if path.name == "schedstat" else read(path, **options)
-
-    monkeypatch.setattr(Path, "read_text", counted)
-    state = process_state(os.getpid())
-    assert (state.main_cpu_seconds, state.delay_seconds) == (2.5, 0.75)
 
 
 def test_process_use_has_rounded_cpu_and_delay_seconds():
