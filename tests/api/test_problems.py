@@ -9,8 +9,9 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from sqlalchemy.exc import InternalError, OperationalError
 
-from manta.api.problems import FailureResponses
+from manta.api.problems import FailureResponses, problem_of
 from manta.api.rest_version import HEADER, REST
+from manta.api.security.rate_limits import TooManyRequests
 from manta.service.store.errors import OutcomeUnknown
 
 PROBLEM_KEYS = {"code", "title", "status", "detail", "errors"}
@@ -222,3 +223,7 @@ def test_missing_database_file_is_a_503_for_all_requests_until_it_is_back(servic
     assert f"file {file} is gone" in service.http.get("/readyz").text
     Path(f"{file}.away").rename(file)
     assert [(each["id"], each["state"]) for each in service.http.get("/v1/jobs").json()["items"]] == [(job, "QUEUED")]
+
+
+def test_retry_after_is_rounded_up_to_a_whole_second():
+    assert problem_of(TooManyRequests("too many", 0.1)).headers["Retry-After"] == "1"

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manta.workers.config import RecoveryConfig
@@ -120,6 +120,7 @@ def test_ranks_agree_on_all_roll_backs_that_any_of_them_knows(recent, first, sec
 
 
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 60), st.integers(1, 20))
+@example({3, 4, 5}, 6, 2)
 def test_a_roll_back_undoes_enough_where_it_can(kept, step, steps):
     kept = {each for each in kept if each < step} or {0}
     target = roll_back_target(kept, step, steps)

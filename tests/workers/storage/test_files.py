@@ -134,3 +134,8 @@ def test_unsupported_store_is_refused_by_name():
 def test_incomplete_store_url_is_refused(text):
     with pytest.raises(InvalidLocation, match=r"is no URL: it begins with s3://, such as s3://bucket/prefix$"):
         parse_location(text)
+
+
+def test_link_that_leads_nowhere_is_there(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "a mount that is away")
+    assert files_of(tmp_path).is_there(tmp_path / "link")
