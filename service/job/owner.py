@@ -27,8 +27,8 @@ from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import LeaseLost, LeaseUncertain
 from manta.service.log_archive.spool import Spool
 from manta.service.states import PAUSABLE, SUPERVISED, JobState
-from manta.service.store import Store, backup_file
-from manta.service.store.backup_file import NewerGang
+from manta.service.store import Store, restored
+from manta.service.store.restored import NewerGang
 from manta.service.store.tables import Job
 from manta.service.stored_specs import SpecNotUnderstood, left_out_sentence, stored_spec
 from manta.service.tasks import backoff
@@ -48,9 +48,9 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
     agents = dict(zip(names, await cluster.agents.find(names), strict=True)) if names else {}
     living = {number: agent for number, agent in enumerate(agents.values()) if agent is not None}
     if not living:
-        if job.state in (*PAUSABLE, JobState.PAUSING) and await record.read(lambda s: backup_file.unsettled(s, job.id)):
+        if job.state in (*PAUSABLE, JobState.PAUSING) and await record.read(lambda s: restored.unsettled(s, job.id)):
             await cluster.end_job(job.id, keep_snapshots=True)
-            await record.write(lambda s: backup_file.pause(s, job.id))
+            await record.write(lambda s: restored.pause(s, job.id))
         return False
     described = await describe_all(living)
     await record.store.exceed(max((about.owner_epoch for about in described.values()), default=0))
@@ -58,7 +58,7 @@ async def catch_up(record: JobRecord, cluster: Cluster, job: Job) -> bool:
     if gang is None:
         return False
     log.warning("%s is at generation %d, and the database knows %d", job.id, gang.generation, job.generation)
-    return await record.write(lambda s: backup_file.take_over(s, job.id, gang))
+    return await record.write(lambda s: restored.take_over(s, job.id, gang))
 
 
 def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang | None:

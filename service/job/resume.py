@@ -15,7 +15,7 @@ from manta.service.job.context import LISTING_SECONDS, JobContext
 from manta.service.job.rank_backups import complete_states, spread
 from manta.service.recovery.decisions import choose_resume, unusable_sources
 from manta.service.recovery.durable_state import DurableState, durable_state
-from manta.service.store import backup_file, checkpoints
+from manta.service.store import checkpoints, restored
 from manta.workers.checkpoint.catalog import generation_of
 from manta.workers.comm.grid import state_groups
 from manta.workers.config import JobSpec, ParallelConfig
@@ -94,7 +94,7 @@ async def known_checkpoints(job: JobContext, seconds: float = LISTING_SECONDS) -
     durable = durable_state(listing, complete, [row for row in rows if row.state == checkpoints.SAVING])
     newest = max((generation_of(path) or 0 for _, path in durable.checkpoints), default=0)
     if newest > (await job.record.job()).generation:  # a backup: later generations must have higher numbers
-        await job.record.write(lambda session: backup_file.know_generation(session, job.id, newest))
+        await job.record.write(lambda session: restored.know_generation(session, job.id, newest))
     return durable
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, func, insert, select
 from sqlalchemy.orm import Session
 
+from manta.service.store.locks import EVENTS_LOCK
 from manta.service.store.paging import MAX_INTEGER, Cursors, Page
-from manta.service.store.postgresql import EVENTS_LOCK
 from manta.service.store.tables import Event, Job
 
 _INSERT = insert(Event)

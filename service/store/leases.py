@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from manta.service.leases.decisions import LEASE_SECONDS, JobSummary, LeaseLost, RayMismatch, is_claimable, is_over
 from manta.service.states import UNFINISHED, JobState
 from manta.service.store.installation_tables import ControlPlaneRow, Lease
-from manta.service.store.postgresql import MEMBERS_LOCK
+from manta.service.store.locks import MEMBERS_LOCK
 from manta.service.store.tables import Job
 
 CHANNEL = "manta"

@@ -17,6 +17,7 @@ from sqlalchemy.exc import DBAPIError, InvalidatePoolError, OperationalError, SQ
 
 from manta.service.store.errors import OutcomeUnknown, StoreUnusable
 from manta.service.store.location import shown
+from manta.service.store.locks import MIGRATION_LOCK
 from manta.service.tasks import backoff
 
 log = logging.getLogger(__name__)
@@ -67,16 +68,6 @@ _ADVICE = (
     ("timeout expired", "nothing answers at that address"),
     ("permission denied for schema", "let the user own the database: ALTER DATABASE ... OWNER TO ..."),
 )
-_MANTA = 0x6D616E7461 << 8
-"""Five letters, so that other users of the database are unlikely to use the same number."""
-
-MIGRATION_LOCK = _MANTA + 1
-"""Held while the schema is migrated."""
-EVENTS_LOCK = _MANTA + 2
-"""Held, until the end of the transaction, while events are appended: their ids are committed in order."""
-MEMBERS_LOCK = _MANTA + 3
-"""Held, until the end of the transaction, while a control plane is added or removed, and shared while a lease is
-taken."""
 
 
 class PostgresDatabase:

@@ -37,6 +37,12 @@ def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() 
     assert modules.isdisjoint({f"manta.api.cli.{module}" for module in others})
 
 
+def test_service_imports_no_driver_of_a_database_before_it_is_known_which():
+    script = "import sys, manta.api.server; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
+    assert {"psycopg", "torch"}.isdisjoint(done.stdout.split())
+
+
 @pytest.mark.parametrize("wanted", [None, "--help", "no-such-command"])
 def test_command_line_has_every_command_with_the_module_of_the_table(wanted: str | None) -> None:
     app = main.command_line(wanted)

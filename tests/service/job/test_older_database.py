@@ -6,7 +6,7 @@ from unittest.mock import AsyncMock
 import pytest
 
 from manta.service.job.owner import newer_gang
-from manta.service.store import Store, backup_file, events, generations, jobs, pauses_and_retries, ranks
+from manta.service.store import Store, events, generations, jobs, pauses_and_retries, ranks, restored
 from manta.workers.protocol.messages import AgentDescription
 
 
@@ -29,7 +29,7 @@ def forget(job, generation, state=None):
 
 def restore(job):
     """The job's database says that it was restored."""
-    job.store.write(lambda session: events.append(session, job.id, backup_file.RESTORED, "from a backup"))
+    job.store.write(lambda session: events.append(session, job.id, restored.RESTORED, "from a backup"))
 
 
 async def at_generation_two(job):
@@ -167,7 +167,7 @@ async def test_old_restore_does_not_pause_a_job(job, cluster):
 
 
 async def test_generation_after_a_restore_exceeds_those_that_left_checkpoints(job):
-    job.store.write(lambda s: backup_file.know_generation(s, job.id, 7))
+    job.store.write(lambda s: restored.know_generation(s, job.id, 7))
     await job.train(1)
     await job.finish()
     assert job.row.generation == 8

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import text
 
 from manta.service.states import JobState
-from manta.service.store import Store, backup_file, events, generations, health, jobs, ranks
+from manta.service.store import Store, events, generations, health, jobs, ranks, restored
 from manta.service.store.database import newest_revision
 from manta.service.store.errors import StoreUnusable
 
@@ -78,15 +78,15 @@ def test_health_check_reports_rows_of_a_job_that_does_not_exist(tmp_path, empty_
         (("generation_started",), False),
         (("adopted",), False),
         (("database_older",), False),
-        (("adopted", backup_file.RESTORED), True),  # once more
+        (("adopted", restored.RESTORED), True),  # once more
     ],
 )
 def test_job_is_settled_once_something_of_it_was_seen_to_run(store, submit, since, unsettled):
     job = submit()
-    assert store.write(lambda s: backup_file.unsettled(s, job.id)) is False, "it was never restored"
-    for kind in (backup_file.RESTORED, *since):
+    assert store.write(lambda s: restored.unsettled(s, job.id)) is False, "it was never restored"
+    for kind in (restored.RESTORED, *since):
         store.write(lambda s, kind=kind: events.append(s, job.id, kind, "it happened"))
-    assert store.write(lambda s: backup_file.unsettled(s, job.id)) is unsettled
+    assert store.write(lambda s: restored.unsettled(s, job.id)) is unsettled
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_restored_job_is_paused_only_if_its_state_can_be_paused(store, submit, p
     place = {"tensor": 0, "pipeline": 0, "data": 0, "context": 0}
     rows = [{"rank": 0, "generation": 1, "state": "running", "node": "n", "device": "cpu", "pid": 7, **place}]
     store.write(lambda s: ranks.replace(s, job.id, rows))
-    assert store.write(lambda s: backup_file.pause(s, job.id)) is paused
+    assert store.write(lambda s: restored.pause(s, job.id)) is paused
     with store.read() as session:
         restored_job = jobs.get(session, job.id)
         assert [rank.state for rank in ranks.of_job(session, job.id)] == ["exited" if paused else "running"]
     before = path[-1] if path else JobState.QUEUED
     assert restored_job.state == (JobState.PAUSED if paused else before)
     assert not paused or (restored_job.reason, restored_job.message.count("manta resume " + job.id)) == (
-        backup_file.RESTORED,
+        restored.RESTORED,
         1,
     )
 
@@ -122,7 +122,7 @@ def test_restored_job_is_paused_only_if_its_state_can_be_paused(store, submit, p
 def test_generation_of_a_checkpoint_on_disk_raises_the_jobs_and_never_lowers_it(store, submit):
     job = submit()
     for known, number in ((3, 3), (2, 3), (5, 5)):
-        store.write(lambda s, known=known: backup_file.know_generation(s, job.id, known))
+        store.write(lambda s, known=known: restored.know_generation(s, job.id, known))
         assert store.query(jobs.get, job.id).generation == number
 
 
@@ -136,8 +136,8 @@ def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, sub
 
     store.write(run)
     agents = {rank: {"actor": f"a{rank}", "node": "n", "device": "cpu", "pid": 10 + rank} for rank in (0, 2)}
-    gang = backup_file.NewerGang(4, 2, 1, 2, agents)
-    assert store.write(lambda s: backup_file.take_over(s, job.id, gang)) is True
+    gang = restored.NewerGang(4, 2, 1, 2, agents)
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is True
     with store.read() as session:
         row, life = jobs.get(session, job.id), generations.of_job(session, job.id)[-1]
         known = [(r.rank, r.generation, r.state, r.tensor, r.data, r.pid) for r in ranks.of_job(session, job.id)]
@@ -147,7 +147,7 @@ def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, sub
     assert known == [(0, 4, "running", 0, 0, 10), (1, 4, "exited", 1, 0, None), (2, 4, "running", 0, 1, 12),
                      (3, 4, "exited", 1, 1, None)]  # fmt: skip
     assert (last.type, last.generation, last.data) == ("database_older", 4, {"known": 1, "running": 4})
-    assert store.write(lambda s: backup_file.take_over(s, job.id, gang)) is False, "it is known by now"
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is False, "it is known by now"
 
 
 @pytest.mark.parametrize(
@@ -165,6 +165,6 @@ def test_restored_job_adopts_a_newer_gang_unless_it_succeeded_or_was_cancelled(s
         row.state, row.generation = known, 1
 
     store.write(remember)
-    gang = backup_file.NewerGang(2, 1, 1, 1, {})
-    assert store.write(lambda s: backup_file.take_over(s, job.id, gang)) is (becomes is not None)
+    gang = restored.NewerGang(2, 1, 1, 1, {})
+    assert store.write(lambda s: restored.take_over(s, job.id, gang)) is (becomes is not None)
     assert store.query(jobs.get, job.id).state == (becomes or known)

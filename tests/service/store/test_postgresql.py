@@ -14,7 +14,6 @@ from sqlalchemy.exc import OperationalError
 from manta.service.states import JobState
 from manta.service.store import (
     Store,
-    backup_file,
     checkpoints,
     deletion,
     events,
@@ -22,6 +21,7 @@ from manta.service.store import (
     jobs,
     pauses_and_retries,
     postgresql,
+    restored,
 )
 from manta.service.store.database import may_pass, newest_revision
 from manta.service.store.errors import OutcomeUnknown, StoreUnusable
@@ -117,8 +117,8 @@ CHANGES = {
     "delete if expired": lambda session, job: deletion.begin_if_expired(session, job, 0.0, "old"),
     "note an obstacle": lambda session, job: deletion.record_obstacle(session, job, "in the way"),
     "end a deletion": deletion.end,
-    "pause a restored one": backup_file.pause,
-    "know a generation": lambda session, job: backup_file.know_generation(session, job, 3),
+    "pause a restored one": restored.pause,
+    "know a generation": lambda session, job: restored.know_generation(session, job, 3),
 }
 
 
