@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,14 @@ from manta.service.planner.answer import to_json
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
 from manta.service.planner.machines import InvalidCalibration, measured_machines, this_node
-from manta.service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
+from manta.service.planner.request import (
+    CurrentCluster,
+    Machines,
+    PlanRequest,
+    cluster_of_nodes,
+    for_job,
+    read_cluster,
+)
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.spec.problems import Problem, SpecError
@@ -65,12 +73,35 @@ def gpus(control: ControlPlane) -> Machines:
 
 def current_cluster(control: ControlPlane) -> CurrentCluster:
     """A function that returns the current cluster. Raises ClusterUnavailable, SpecError."""
+    return lambda accelerator: _cluster_of(control.cluster()["nodes"], accelerator, control)
 
-    def cluster(accelerator: str | None) -> Cluster:
-        as_measured = cluster_of_nodes(control.cluster()["nodes"], accelerator, cpu_node(control), gpus(control))
-        return refined_cluster(control, as_measured)
 
-    return cluster
+def _cluster_of(nodes: Sequence[dict[str, Any]], accelerator: str | None, control: ControlPlane) -> Cluster:
+    return refined_cluster(control, cluster_of_nodes(nodes, accelerator, cpu_node(control), gpus(control)))
+
+
+def cluster_for(document: dict[str, Any], control: ControlPlane) -> CurrentCluster:
+    """A function that returns the cluster that a dry run is for: the one that its `document` describes, or the current
+    one. It raises ClusterUnavailable, SpecError."""
+    if "cluster" not in document:
+        return current_cluster(control)
+    described = read_cluster(document["cluster"], current_cluster(control), cpu_node(control), gpus(control))
+    return lambda _accelerator: refined_cluster(control, described)
+
+
+def clusters_for(spec: JobSpec, document: dict[str, Any], control: ControlPlane) -> tuple[Cluster, Cluster | None]:
+    """The cluster to decide for what the `document` of a job leaves out, and the part of it that is not in use, None if
+    that is unknown or nothing. A cluster that does not answer is taken to be as it was last seen. Raises SpecError,
+    ClusterUnavailable."""
+    if "cluster" in document:
+        return for_job(spec, cluster_for(document, control))(None), None
+    nodes = control.last_seen_cluster()["nodes"]
+    cluster = for_job(spec, lambda accelerator: _cluster_of(nodes, accelerator, control))(None)
+    free = [{**node, "total": node["free"], "slots_total": node["slots_free"]} for node in nodes]
+    try:
+        return cluster, for_job(spec, lambda accelerator: _cluster_of(free, accelerator, control))(None)
+    except SpecError:
+        return cluster, None
 
 
 def refined_cluster(control: ControlPlane, cluster: Cluster) -> Cluster:

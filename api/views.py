@@ -104,10 +104,10 @@ def layout_of(layout: ParallelConfig) -> dict[str, Any]:
 
 
 def dry_run_view(
-    spec: JobSpec, plan: schemas.Plan | None, note: str | None, data_problem: str | None
+    spec: JobSpec, plan: schemas.Plan | None, note: str | None, data_problem: str | None, notes: Sequence[str]
 ) -> schemas.DryRun:
     """What submitting `spec` would do. `plan`: of its layout, with a `note` on it, or on why there is none;
-    `data_problem`: why its data could not be trained on."""
+    `data_problem`: why its data could not be trained on; `notes`: what was decided."""
     layout = spec.layout
     listed = layout.world_size <= MAX_RANKS_LISTED
     return schemas.DryRun(
@@ -121,6 +121,7 @@ def dry_run_view(
         plan=plan,
         plan_note=note,
         data_problem=data_problem,
+        notes=list(notes),
     )
 
 

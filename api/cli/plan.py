@@ -97,6 +97,8 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     ]
     heads = ("LAYOUT", "SCHEDULE", "MICRO-BATCH", "RECOMPUTE", "STEP", "TOKENS/S", "MFU", "BUBBLE", "MEMORY")
     table(console, heads, rows, "no layout fits", spare=("BUBBLE", "RECOMPUTE"))
+    if answer.plans:
+        console.print(f"Computed in {answer.plans[0].precision} (train.precision).", highlight=False)
     for number, plan in enumerate(answer.plans, start=1):
         if plan.parallel.get("stage_layers"):
             counts = format_counts(plan.parallel["stage_layers"])

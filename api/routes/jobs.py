@@ -27,7 +27,7 @@ from manta.api.parameters import (
     refused,
     versions_in,
 )
-from manta.api.planning import current_cluster, plan_of_layout, with_shape
+from manta.api.planning import cluster_for, clusters_for, plan_of_layout, with_shape
 from manta.api.problems import DATABASE_UNAVAILABLE, INVALID_SPEC, OF_A_JOB, UNSUPPORTED, MalformedJson, changes, reads
 from manta.api.security.access import Caller, JobId, refuse_priority, request_of_caller, while_authorized
 from manta.api.security.auditing import append_with_change
@@ -39,7 +39,14 @@ from manta.service.control.removal import NotRemoved
 from manta.service.errors import InvalidParameter
 from manta.service.ids import is_job_id
 from manta.service.job.inbox import Cancel, Pause, Resize
-from manta.service.planner.request import bounds_in, for_job, wants_automatic_layout, with_layout, without_layout
+from manta.service.planner.submission import (
+    LAYOUT_KEYS,
+    Decided,
+    decide,
+    leaves_layout,
+    not_decided,
+    without_layout,
+)
 from manta.service.states import STATE_NAMES
 from manta.service.store import job_rows, jobs, pauses_and_retries
 from manta.service.store.errors import (
@@ -52,10 +59,10 @@ from manta.service.store.errors import (
 )
 from manta.service.store.job_rows import JobFilter, JobOrder
 from manta.service.store.tables import Job
-from manta.service.stored_specs import SpecNotUnderstood
+from manta.service.stored_specs import SpecNotUnderstood, as_written
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import named_paths
-from manta.workers.spec.problems import SpecError
+from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_vocabulary
 
@@ -150,7 +157,7 @@ async def list_sparklines(
     openapi_extra=json_request(JobSpec),
     responses={
         200: {"model": schemas.Job | schemas.DryRun, "description": "A repeated request, or a dry run"},
-        201: {"model": schemas.Job, "description": "The job, QUEUED", "headers": _LOCATION},
+        201: {"model": schemas.SubmittedJob, "description": "The job, QUEUED", "headers": _LOCATION},
         **changes(
             MalformedJson,
             IdempotencyConflict,
@@ -171,8 +178,10 @@ async def submit_job(
     idempotency_key: IdempotencyKey = None,
     dry_run: Annotated[bool, Query(description="Only check the spec")] = False,
 ) -> Response:
-    """Check a JobSpec and store it as a QUEUED job of the key's project; with `dry_run` only check it and return its
-    layout and the estimated time and memory of a step."""
+    """Check a JobSpec, decide what it leaves out (layout, precision, micro-batch size: `notes` says how), and store it
+    as a QUEUED job of the key's project. With `dry_run` nothing is stored; the answer has the layout and the estimated
+    time and memory of a step, on the cluster that a section `cluster` describes, as in a plan's request, or on the
+    service's own."""
     about, digest = request_of_caller(request), digest_of(document)
     if idempotency_key is not None and not dry_run:
         # Before validation: the rules may have changed since, and a repeated request must return its job.
@@ -181,15 +190,21 @@ async def submit_job(
             about.changes_nothing = True
             return _json(earlier, 200)
     threads = read_threads_of(request)
-    spec = await _checked_and_laid_out(document, control, threads)
+    if not dry_run and _describes(document):
+        problem = "describes a cluster for `manta plan` and `manta submit --dry-run`; jobs run on the service's own"
+        raise SpecError([Problem("cluster", f"{problem}: leave it out")])
+    decided, written = await _decided(document, control, threads)
+    spec = decided.spec
     refuse_priority(caller, spec.priority)
     if dry_run:
         about.changes_nothing = True
-        plan = await threads.plans.run(lambda: plan_of_layout(spec, current_cluster(control)))
-        return _json(views.dry_run_view(spec, *plan, await _problem_of_data(spec, control, threads)), 200)
+        plan = await threads.plans.run(lambda: plan_of_layout(spec, cluster_for(document, control)))
+        data_problem = await _problem_of_data(spec, control, threads)
+        return _json(views.dry_run_view(spec, *plan, data_problem, decided.notes), 200)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
-        job, created = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner)
+        made = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner, decided.notes, written)
+        job, created = made
         if created:
             append_with_change(session, request, job.id, 201)
         session.flush()
@@ -200,7 +215,8 @@ async def submit_job(
     if not created:
         return _json(job, 200)
     control.submitted(job.id)
-    return _json(job, 201, Location=f"/v1/jobs/{job.id}")
+    answer = schemas.SubmittedJob(**dict(job), notes=list(decided.notes))
+    return _json(answer, 201, Location=f"/v1/jobs/{job.id}")
 
 
 @router.get(
@@ -328,14 +344,21 @@ def _changed(control: ControlPlane, change: Callable[[Any], Job]) -> schemas.Job
     return control.store.write(lambda session: views.job_view(session, change(session)))
 
 
-async def _checked_and_laid_out(document: Any, control: ControlPlane, threads: ReadThreads) -> JobSpec:
-    """The JobSpec in `document`, with a planned layout in place of `parallel: auto`. Raises SpecError."""
-    if not wants_automatic_layout(document):
-        return await _checked(document, control, threads.files)
-    spec = await _checked(without_layout(document), control, threads.files)
-    cluster = await threads.nodes.run(lambda: for_job(spec, current_cluster(control))(None))
-    bounds = bounds_in(document)
-    return await threads.searches.run(lambda: with_layout(spec, bounds, cluster))
+async def _decided(document: Any, control: ControlPlane, threads: ReadThreads) -> tuple[Decided, dict[str, Any]]:
+    """The JobSpec in `document` with decisions on what that leaves out, and what the user wrote. Raises SpecError."""
+    checked = {key: value for key, value in document.items() if key != "cluster"} if _describes(document) else document
+    spec = await _checked(without_layout(checked) if leaves_layout(checked) else checked, control, threads.files)
+    written = as_written(spec) | {key: document[key] for key in LAYOUT_KEYS if key in document}
+    try:
+        clusters = await threads.nodes.run(lambda: clusters_for(spec, document, control))
+    except SpecError as error:
+        return not_decided(spec, document, error), written
+    return await threads.searches.run(lambda: decide(spec, document, *clusters)), written
+
+
+def _describes(document: Any) -> bool:
+    """Whether the document, of a dry run, describes a cluster."""
+    return isinstance(document, dict) and "cluster" in document
 
 
 async def _checked(document: Any, control: ControlPlane, files: FileReads) -> JobSpec:

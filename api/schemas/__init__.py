@@ -41,6 +41,7 @@ from manta.api.schemas.jobs import (
     RankStack,
     Sparkline,
     Straggler,
+    SubmittedJob,
     WaitingRank,
     Waits,
 )

@@ -241,6 +241,13 @@ class Layout(Answer):
     """Position of every rank; null for more than 4096 ranks."""
 
 
+class SubmittedJob(Job):
+    """A job that was just submitted."""
+
+    notes: list[str] = Field([])
+    """What the service decided where the document says nothing, and why: layout, precision, micro-batch size."""
+
+
 class DryRun(Answer):
     """Result of a dry run of a submission."""
 
@@ -255,3 +262,5 @@ class DryRun(Answer):
     data_problem: str | None = None
     """Why the job would fail because its data, tokenizer or weights are missing; null if they exist or that cannot be
     checked."""
+    notes: list[str] = Field([])
+    """What the service would decide where the document says nothing, and why."""

@@ -65,6 +65,8 @@ class Plan(Answer):
     parallel: dict[str, Any]
     """The layout, as in a JobSpec."""
     micro_batch_size: int
+    precision: str = "fp32"
+    """Number format of the computation: the job's, or bf16 if it names none and the GPUs have it."""
     gpus: int
     """Number of ranks."""
     step_seconds: float

@@ -100,6 +100,7 @@ class ControlPlane:
         self._tasks: list[asyncio.Task[None]] = []
         self._background_tasks = BackgroundTasks()
         self._lags = {"jobs": self._owners.lag}
+        self._seen_cluster: dict[str, Any] | None = None
         """By loop, how far it is behind."""
 
     @property
@@ -365,7 +366,17 @@ class ControlPlane:
     def cluster(self) -> dict[str, Any]:
         """Nodes, slots and which ranks run where, in the form of `manta.api.schemas.Cluster`. Raises
         ClusterUnavailable."""
-        return self._call(cluster_view(self._started_cluster, self.store))
+        self._seen_cluster = self._call(cluster_view(self._started_cluster, self.store))
+        return self._seen_cluster
+
+    def last_seen_cluster(self) -> dict[str, Any]:
+        """As `cluster`, or as that last was if it does not answer now. Raises ClusterUnavailable if it never did."""
+        try:
+            return self.cluster()
+        except ClusterUnavailable:
+            if self._seen_cluster is None:
+                raise
+            return self._seen_cluster
 
     def check_cluster(self) -> dict[str, Any]:
         """Problems between the nodes, and what the end of Ray's head would mean, in the form of

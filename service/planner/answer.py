@@ -96,6 +96,7 @@ def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
     return {
         "parallel": spec.layout.model_dump(mode="json"),
         "micro_batch_size": spec.train.micro_batch_size,
+        "precision": spec.train.precision,
         "gpus": spec.layout.world_size,
         "step_seconds": seconds,
         "tokens_per_second": tokens / seconds,

@@ -1,5 +1,4 @@
-"""The request for a plan, as a document: a model, a batch, a cluster, and a layout or `auto`; and the layout of a job
-that says `parallel: auto`, searched for once, at submission. Pure Python."""
+"""The request for a plan, as a document: a model, a batch, a cluster, and a layout or `auto`. Pure Python."""
 
 from __future__ import annotations
 
@@ -9,9 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import ValidationError
-
 from manta.service.planner.candidates import MAX_STAGES
+from manta.service.planner.defaults import with_micro_batch_size, with_precision
 from manta.service.planner.hardware import (
     MACHINES,
     Cluster,
@@ -24,7 +22,7 @@ from manta.service.planner.hardware import (
 )
 from manta.service.planner.mixed_search import best_layouts
 from manta.service.planner.search import Answer, evaluate, smallest_cluster
-from manta.workers.config import ElasticConfig, JobSpec, ParallelConfig
+from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.spec.problems import Problem, SpecError, kind_of, problems_of
 from manta.workers.spec.rules import find_problems
 
@@ -91,7 +89,8 @@ def read_request(document: Any, current: CurrentCluster, node: CpuNode, known: M
     problems = [*_misplaced(job, cluster), *too_large(job)]
     if problems:
         raise SpecError(problems)
-    return PlanRequest(job, cluster, **wishes)
+    job = with_precision(job, cluster)
+    return PlanRequest(job if isinstance(job.parallel, str) else with_micro_batch_size(job, cluster), cluster, **wishes)
 
 
 def _misplaced(job: JobSpec, cluster: Cluster) -> list[Problem]:
@@ -338,36 +337,3 @@ def _most_frequent(places: Sequence[float], of: str) -> tuple[int, int]:
         raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
     return sum(number for each, number in sizes.items() if each >= size), size
-
-
-def wants_automatic_layout(document: Any) -> bool:
-    """Whether a job's document says `parallel: auto`."""
-    return isinstance(document, dict) and document.get("parallel") == "auto"
-
-
-def without_layout(document: dict[str, Any]) -> dict[str, Any]:
-    """The document with the smallest layout, to check everything else."""
-    return {name: value for name, value in document.items() if name not in ("parallel", "elastic")}
-
-
-def bounds_in(document: dict[str, Any]) -> ElasticConfig:
-    """The document's limits for changes of size. Raises SpecError."""
-    try:
-        return ElasticConfig.model_validate(document.get("elastic", {}))
-    except ValidationError as error:
-        problems = problems_of(error)
-        raise SpecError(
-            [replace(problem, path=f"elastic.{problem.path}".rstrip(".")) for problem in problems]
-        ) from error
-
-
-def with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster) -> JobSpec:
-    """`spec` with the fastest layout that fits on `cluster` and within `elastic`. Raises SpecError if there is none."""
-    job = spec.model_copy(update={"parallel": "auto", "elastic": elastic})
-    answer = best_layouts(job, cluster, limit=1)
-    if answer.plans:
-        return answer.plans[0].spec
-    reason = answer.rejected[0].reason if answer.rejected else "the rules of the spec leave no layout"
-    larger = smallest_cluster(job, cluster)
-    tail = f"; {larger}" if larger else ""
-    raise SpecError([Problem("parallel", f"no layout of this job fits on this cluster: {reason}{tail}")])

@@ -7,7 +7,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,20 +65,25 @@ def create(
     digest: str | None = None,
     project: str = DEFAULT_PROJECT,
     owner: str | None = None,
+    notes: Sequence[str] = (),
+    written: Mapping[str, Any] | None = None,
 ) -> tuple[Job, bool]:
     """Store a new QUEUED job of `project`, or find the one that the same request created before. Returns the job and
-    whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who submits it. Raises
-    IdempotencyConflict if `idempotency_key` was used in the project with another digest."""
+    whether it is new. `digest` is the SHA-256 of the request's body in hexadecimal; `owner`: who submits it;
+    `notes`: what was decided at submission; `written`: what the user wrote of the spec, if the spec does not show it.
+    Raises IdempotencyConflict if `idempotency_key` was used in the project with another digest."""
     events.in_order(session)  # before the lookup: no other transaction takes the key or the id until this one ends
     earlier = made_before(session, idempotency_key, digest, project)
     if earlier is not None:
         return earlier, False
     bound = bound_key(project, idempotency_key)
-    job = _inserted(session, {**_new_job(session, spec, bound, digest, project), "owner": owner})
+    row = {**_new_job(session, spec, bound, digest, project), "owner": owner}
+    job = _inserted(session, row if written is None else {**row, "submitted": written})
     if spec.labels:
         set_labels(session, job.id, spec.labels)
     record_state(session, job.id, JobState.QUEUED, job.created_at)
-    events.append(session, job.id, "submitted", f"job {job.name!r} was submitted")
+    decided = "".join(f"; {note}" for note in notes)
+    events.append(session, job.id, "submitted", f"job {job.name!r} was submitted{decided}")
     return job, True
 
 

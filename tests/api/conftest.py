@@ -134,8 +134,19 @@ class FakeControl:
         return {**self.cluster()["nodes"][0], "id": "abcd1234", "draining": False}
 
     def cluster(self) -> dict[str, Any]:
-        node = {"id": "n1", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 15}
+        node = {
+            "id": "n1",
+            "address": "127.0.0.1",
+            "alive": True,
+            "accelerator": "slot",
+            "total": 16,
+            "free": 15,
+            **dict.fromkeys(("slots_total", "slots_free"), 16),
+        }
         return {"nodes": [{**node, "ranks": [{"job": "job_000000000001", "rank": 0}]}], "totals": {"total": 16}}
+
+    def last_seen_cluster(self) -> dict[str, Any]:
+        return self.cluster()
 
     def check_cluster(self) -> dict[str, Any]:
         self.asked.append(("check", "cluster"))

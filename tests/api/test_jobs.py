@@ -24,7 +24,7 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 
 
 def test_a_submitted_job_is_queued_stored_and_announced(service, job):
-    assert set(job) == JOB_KEYS
+    assert set(job) == {*JOB_KEYS, "notes"}
     assert (job["state"], job["step"], job["steps"], job["generation"]) == ("QUEUED", 0, 10, 0)
     assert job["queue"] == {"position": 1, "waiting_for": None}
     assert job["metrics"]["latest"]["loss"] is None

@@ -152,8 +152,16 @@ def test_job_with_layout_auto_gets_a_layout_before_it_is_stored(service):
 
 def test_job_on_cpu_is_laid_out_for_slots_on_a_gpu_cluster(service, monkeypatch):
     nodes = [
-        {"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2},
-        {"alive": True, "accelerator": "cpu", "total": 2, "slots_total": 2},
+        {
+            "alive": True,
+            "accelerator": "gpu",
+            "total": 8,
+            "free": 8,
+            "gpu_type": "H100",
+            "slots_total": 2,
+            "slots_free": 2,
+        },
+        {"alive": True, "accelerator": "cpu", "total": 2, "free": 2, "slots_total": 2, "slots_free": 2},
     ]
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})
     monkeypatch.setattr(machines, "usable_cores", lambda: 2)  # the peak is that of all cores of a node

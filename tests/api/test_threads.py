@@ -70,13 +70,13 @@ def test_slow_operations_do_not_block_other_requests(service, monkeypatch, ask):
         begin_request(limits, key_id)
         come.release()
 
+    job = service.submit()
     for owner, name in ((FakeControl, "delete"), (FakeControl, "delete_checkpoint"), (FakeControl, "check_cluster"),
                         *((FakeControl, name) for name in ("cluster", "drain", "undrain", "waits", "stack")),
-                        (NotedExports, "begin"), (plans, "read_request"), (jobs, "with_layout"),
+                        (NotedExports, "begin"), (plans, "read_request"), (jobs, "decide"),
                         (jobs, "plan_of_layout"), (planning, "with_shape_of_weights"),
                         (history, "drawn"), (TraceReader, "document"), (TraceReader, "budget")):  # fmt: skip
         monkeypatch.setattr(owner, name, stand_still)
-    job = service.submit()
     monkeypatch.setattr(CallerLimits, "begin_request", begin)
     generation = service.store.write(lambda s: generations.begin(s, job["id"], "submitted", False))
     service.store.write(lambda s: store_plans.store(s, job["id"], generation, {"planned": {}}))

@@ -25,6 +25,7 @@ class DevicePeak:
 
 
 WITH_8_BITS = ("b200", "b100", "h200", "h100", "h800", "h20", "l40", "l4")
+WITHOUT_BF16 = ("v100", "t4")
 # The first match counts, so a longer name must come before a shorter one that it contains.
 DEVICE_PEAKS = (
     DevicePeak("b200", bf16=2250e12, fp32=75e12),
@@ -56,12 +57,22 @@ def known_peak(device_name: str, precision: str = "bf16") -> float | None:
 
     `precision`: "bf16", "fp32" or "fp8"; also None for a device without fp8.
     """
-    lowered = device_name.lower()
-    # An RTX A4000 is not an A40: a name that ends in a digit must not be followed by another digit.
-    known = next((peak for peak in DEVICE_PEAKS if re.search(rf"{peak.name}(?!(?<=\d)\d)", lowered)), None)
+    known = _known(device_name)
     if known is None:
         return None
     return {"fp32": known.fp32, "fp8": known.fp8}.get(precision, known.bf16)
+
+
+def has_bf16(device_name: str) -> bool:
+    """Whether the device has tensor cores for bfloat16; False for an unknown one."""
+    known = _known(device_name)
+    return known is not None and not known.name.startswith(WITHOUT_BF16)
+
+
+def _known(device_name: str) -> DevicePeak | None:
+    lowered = device_name.lower()
+    # An RTX A4000 is not an A40: a name that ends in a digit must not be followed by another digit.
+    return next((peak for peak in DEVICE_PEAKS if re.search(rf"{peak.name}(?!(?<=\d)\d)", lowered)), None)
 
 
 def peak_of_stages(own: float, types: Sequence[str], precision: str = "bf16") -> float:

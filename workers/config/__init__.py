@@ -54,7 +54,8 @@ class JobSpec(Section):
     train: TrainConfig
     """Steps, batches, optimizer."""
     parallel: ParallelConfig | Literal["auto"] = ParallelConfig()
-    """The layout, or `auto`: the planner chooses one at submission."""
+    """The layout, or `auto`: at submission the planner chooses the fastest that fits on the free slots of the cluster,
+    or on all of them if it fits on none that are free. Default: auto on GPUs, one rank on CPUs."""
     elastic: ElasticConfig = ElasticConfig()
     """Bounds for resizing."""
     resources: ResourcesConfig = ResourcesConfig()

@@ -93,7 +93,8 @@ class TrainConfig(Section):
     """Sequences per step, over all data-parallel replicas."""
     micro_batch_size: Batch = 1
     """Sequences that a replica processes at once; a step accumulates gradients over its micro-batches. The last
-    micro-batch of a step is smaller if the batch does not divide evenly."""
+    micro-batch of a step is smaller if the batch does not divide evenly. Default: on GPUs the planner's at submission,
+    as for the layout; otherwise 1."""
     seed: Seed = 1234
     """Seed of the initial weights and the sample order."""
     deterministic_kernels: bool = False
@@ -109,7 +110,7 @@ class TrainConfig(Section):
     not overlap with backward (docs/parallelism.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation. bf16 and fp16 keep master weights, moments and gradient sums in fp32; fp16 also
-    scales the loss dynamically."""
+    scales the loss dynamically. Default: bf16 if all GPUs of the cluster have it at submission, otherwise fp32."""
     fp8: Annotated[Literal["off", "tensorwise", "rowwise"], FalseAsOff] = "off"
     """Whether the linear layers inside the transformer layers multiply 8-bit matrices, forward and backward; requires
     precision bf16. Embedding, output layer, norms and attention are unchanged, and so are master weights, gradient sums

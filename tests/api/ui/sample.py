@@ -99,8 +99,18 @@ class SampleControl:
 
     def cluster(self) -> dict[str, Any]:
         """One node of 16 slots, half of them taken."""
-        node = {"id": 14 * "a1b2", "address": "127.0.0.1", "alive": True, "accelerator": "slot", "total": 16, "free": 8}
+        node = {
+            "id": 14 * "a1b2",
+            "address": "127.0.0.1",
+            "alive": True,
+            "accelerator": "slot",
+            "total": 16,
+            "free": 8,
+            **dict.fromkeys(("slots_total", "slots_free"), 16),
+        }
         return {"nodes": [{**node, "draining": self.draining}], "totals": {}}
+
+    last_seen_cluster = cluster
 
     def waits(self, job_id: str) -> ObservedWaits:
         """All but one wait for it."""

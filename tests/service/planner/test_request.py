@@ -15,20 +15,15 @@ from manta.service.planner.hardware import ASSUMED_CORE, Cluster, CpuNode, machi
 from manta.service.planner.memory import fits
 from manta.service.planner.request import (
     PlanRequest,
-    bounds_in,
     cluster_of_nodes,
     for_job,
     read_request,
-    wants_automatic_layout,
-    with_layout,
-    without_layout,
 )
 from manta.service.planner.sizes import elastic_sizes
 from manta.service.planner.step_time import step_model
-from manta.workers.config import ElasticConfig, ResourcesConfig
+from manta.workers.config import ResourcesConfig
 from manta.workers.spec.problems import SpecError
-from manta.workers.spec.rules import find_problems
-from tests.service.support.planned import a100s, job
+from tests.service.support.planned import job
 
 DOCUMENT: dict[str, Any] = {
     "model": {"layers": 8, "hidden_size": 1024, "heads": 16, "sequence_length": 512, "vocabulary_size": 32000},
@@ -78,7 +73,7 @@ def test_plan_answer_has_all_keys_that_clients_rely_on():
 
 def test_plan_of_a_given_layout_evaluates_exactly_that_layout():
     layout = {"tensor": 2, "pipeline": 2, "data": 2, "recompute": "full"}
-    wanted = read(parallel=layout, train={"global_batch_size": 64, "precision": "bf16"})
+    wanted = read(parallel=layout, train={"global_batch_size": 64, "precision": "bf16", "micro_batch_size": 1})
     answer = wanted.answer()
     (plan,) = answer.plans
     (said,) = to_json(wanted, answer)["plans"]
@@ -304,26 +299,6 @@ def test_plan_on_cpu_mentions_no_gpus_in_its_reasons():
     assert all("GPU" not in reason for reason in reasons), reasons
     assert "GiB that a rank may take" in reasons[0] and "GiB a rank) would do" in reasons[0]
     assert reasons[2] == "needs 8 slots in groups of 1 on one node; 1 node of 4 has room for 4 such groups, not 8"
-
-
-def test_a_layout_is_found_for_a_job_within_its_bounds():
-    spec = job(train={"global_batch_size": 64})
-    planned = with_layout(spec, ElasticConfig(min_data=2, max_data=2), a100s())
-    assert planned.layout.data == 2 and find_problems(planned) == []
-    assert planned.elastic.min_data == 2
-
-
-def test_plan_request_without_any_fitting_layout_is_refused():
-    with pytest.raises(SpecError, match=r"parallel: no layout .* GiB more than the"):
-        with_layout(job(96, 12288, 96), ElasticConfig(), a100s())
-
-
-def test_plan_is_requested_for_a_job_only_by_parallel_auto():
-    assert wants_automatic_layout({"parallel": "auto"})
-    assert not wants_automatic_layout({"parallel": {"tensor": 2}}) and not wants_automatic_layout([1])
-    assert without_layout({"name": "a", "parallel": "auto", "elastic": {"min_data": 2}}) == {"name": "a"}
-    with pytest.raises(SpecError, match=r"elastic\.min_data"):
-        bounds_in({"elastic": {"min_data": 0}})
 
 
 def test_plan_for_unequal_nodes_places_each_stage_and_answers_for_all_of_them():
