@@ -140,7 +140,7 @@ def _with_rest(spec: JobSpec, cluster: Cluster) -> Decided:
         decided = with_micro_batch_size(decided, cluster)
         problem = memory_problem(decided, cluster)
         if problem is not None:
-            raise SpecError([Problem("parallel", problem, AUTO if alone else None)])
+            raise SpecError([Problem("parallel", problem, AUTO if alone and cluster.machine.has_gpus else None)])
         reason = f"`parallel: auto` would use up to {total}"
     notes = () if alone is None else (f"{alone}; {reason}",)
     return Decided(decided, (*_choices(spec, decided), *notes))
