@@ -22,6 +22,9 @@ from manta.workers.config.fields import (
     StrictBool,
 )
 
+MIN_LEARNING_RATE = 1.0e-4
+"""Default of `min_learning_rate`."""
+
 
 class OptimizerConfig(Section):
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019), and the learning rate by step."""
@@ -29,9 +32,10 @@ class OptimizerConfig(Section):
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
     learning_rate: PositiveFloat = 1.0e-3
-    """Highest learning rate, reached at the end of the warm-up."""
-    min_learning_rate: NonNegativeFloat = 1.0e-4
-    """Learning rate of the last step; the lower bound for inverse-sqrt; ignored by constant."""
+    """Highest learning rate, reached at the end of the warm-up. Default with model.from: 1e-5."""
+    min_learning_rate: NonNegativeFloat = MIN_LEARNING_RATE
+    """Learning rate of the last step; the lower bound for inverse-sqrt; ignored by constant. Default with model.from
+    and a learning_rate below 1e-4: a tenth of that."""
     schedule: Literal["cosine", "linear", "wsd", "inverse-sqrt", "constant"] = "cosine"
     """Learning rate after the warm-up (formulas in workers/training/learning_rate.py). cosine, linear: decays to
     min_learning_rate at the last step; wsd: constant until the decay at the end of the job (arXiv:2404.06395);

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config.train import MIN_LEARNING_RATE
 from manta.workers.data.read_errors import at_submission
 from manta.workers.data.roots import ANYWHERE, DataRoots
 from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
@@ -23,9 +24,13 @@ _MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, 
 """Errors in reading a file that another machine, or another user, may not have."""
 
 
+FINE_TUNING_RATE = 1.0e-5
+"""Default of `train.optimizer.learning_rate` for jobs that begin with weights."""
+
+
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
-    """`document`, a JobSpec as submitted, with a complete section `model` if that names a folder of weights; otherwise
-    unchanged. Only config.json is read, which has to be below the `roots`.
+    """`document`, a JobSpec as submitted, with a complete section `model` and learning rates if it names a folder of
+    weights; otherwise unchanged. Only config.json is read, which has to be below the `roots`.
 
     Raises SpecError: the folder may not be read, or contains a model that cannot be trained or that differs from the
     other keys.
@@ -51,7 +56,20 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)
-    return {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
+    completed = {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
+    return {**completed, "train": _with_rates_for_weights(document["train"])} if "train" in document else completed
+
+
+def _with_rates_for_weights(train: Any) -> Any:
+    """The section `train` of a job that begins with weights, with the learning rates that it leaves out: the plain
+    defaults are for training from scratch, and would undo what the weights know."""
+    optimizer = train.get("optimizer", {}) if isinstance(train, dict) else None
+    if not isinstance(optimizer, dict):
+        return train  # reported later
+    rates = {"learning_rate": optimizer.get("learning_rate", FINE_TUNING_RATE)}
+    if isinstance(rates["learning_rate"], float) and rates["learning_rate"] < MIN_LEARNING_RATE:
+        rates["min_learning_rate"] = rates["learning_rate"] / 10
+    return {**train, "optimizer": {**rates, **optimizer}}
 
 
 _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_length"}

@@ -63,6 +63,23 @@ def test_a_stored_spec_can_be_submitted_again(folder):
     assert parse_job_spec(with_shape_of_weights(stored)) == parse_job_spec(stored)
 
 
+@pytest.mark.parametrize(
+    ("given", "rates"),
+    [
+        (None, (1e-5, 1e-6)),
+        ({"beta1": 0.8}, (1e-5, 1e-6)),
+        ({"learning_rate": 2e-5}, (2e-5, 2e-6)),
+        ({"learning_rate": 5e-4}, (5e-4, 1e-4)),
+        ({"learning_rate": 2e-5, "min_learning_rate": 0.0}, (2e-5, 0.0)),
+    ],
+)
+def test_learning_rates_left_out_are_those_for_fine_tuning_with_weights_only(folder, given, rates):
+    document = job(folder)
+    document["train"] |= {} if given is None else {"optimizer": given}
+    optimizer = parse_job_spec(with_shape_of_weights(document)).train.optimizer
+    assert (optimizer.learning_rate, optimizer.min_learning_rate) == pytest.approx(rates)
+
+
 def test_mistyped_key_beside_weights_is_suggested():
     with pytest.raises(SpecError, match=r"model.form: unknown key \(try: from\)"):
         parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
