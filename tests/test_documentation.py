@@ -70,6 +70,12 @@ def test_reference_page_is_what_the_generator_prints(page):
     assert (ROOT / "docs" / page).read_text() == reference_pages.content(page), "python -m tests.reference_pages"
 
 
+def test_every_variable_that_settings_read_is_on_the_page_of_the_environment():
+    settings = [(HOUSE / room / "settings.py").read_text() for room in ("service", "workers")]
+    read = set(re.findall(r'"(MANTA_[A-Z_]+)"', "".join(settings)))
+    assert read - set(re.findall(r"MANTA_[A-Z_]+", (ROOT / "docs" / "environment.md").read_text())) == set()
+
+
 def test_index_of_the_documentation_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
