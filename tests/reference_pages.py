@@ -237,11 +237,11 @@ def variables_of_service() -> Iterator[tuple[str, str, str]]:
 
 
 def variables_of_workers() -> Iterator[tuple[str, str, str]]:
-    """Of all docstrings in `workers/settings.py`."""
+    """Of the first paragraphs of all docstrings in `workers/settings.py`."""
     for node in ast.walk(ast.parse(inspect.getsource(worker_settings))):
         match node:
             case ast.Expr(ast.Constant(str(text))) if "(MANTA_" in text:
-                yield variable_row(one_line(text), "–")
+                yield variable_row(one_line(text.partition("\n\n")[0]), "–")
 
 
 def variable_row(text: str, default: str) -> tuple[str, str, str]:

@@ -64,8 +64,9 @@ def read_pod() -> Pod | None:
 
 
 def read_token_cache(otherwise: Path | None = None) -> Path:
-    """This machine's folder for tokens of corpora (MANTA_TOKEN_CACHE). None: `otherwise`, by default `cache/tokens` in
-    the home."""
+    """This machine's folder for tokens of corpora (MANTA_TOKEN_CACHE). None: `cache/tokens` in the home.
+
+    `otherwise` replaces the folder in the home."""
     value = os.environ.get("MANTA_TOKEN_CACHE")
     if value:
         return Path(value).expanduser().absolute()
