@@ -16,7 +16,7 @@ class CheckpointConfig(Section):
     """Steps between durable checkpoints, written while training continues; the last step is always saved. 0: only when
     the job is paused."""
     keep: Steps = 3
-    """Number of newest durable checkpoints to keep. If a roll back could undo all of these, up to two earlier ones are
+    """Number of newest durable checkpoints to keep. If a rollback could undo all of these, up to two earlier ones are
     kept too."""
     snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], FalseAsOff] = "auto"
     """Where each rank keeps its last two snapshots, which take 24 bytes per parameter whose moments it holds. auto:
@@ -59,11 +59,11 @@ class RecoveryConfig(Section):
     """Response to spikes: finite values far above those of preceding steps."""
 
     roll_back_steps: Annotated[int, Field(gt=0, le=10_000, strict=True)] = 10
-    """Minimum number of committed steps that a roll back undoes; at most twice as many, less one. With a policy of
+    """Minimum number of committed steps that a rollback undoes; at most twice as many, less one. With a policy of
     roll_back, each rank keeps two copies of its state in host memory, taken at this interval."""
 
     max_roll_backs: Annotated[int, Field(gt=0, le=100, strict=True)] = 10
-    """Maximum number of roll backs of the job; one more fails it."""
+    """Maximum number of rollbacks of the job; one more fails it."""
 
     check_replicas_every: StepsOrNever = 100
     """Steps between comparisons of all parameters that must be bit-identical on several ranks; a rank whose parameters
