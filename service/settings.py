@@ -47,7 +47,7 @@ class RequestLimits:
     streams_at_once: int = 600
     """Open streams of one key (MANTA_STREAMS_AT_ONCE)."""
     anonymous_per_second: float = 20.0
-    """Requests per second without a valid key from one address (MANTA_ANONYMOUS_PER_SECOND); 0: no limit."""
+    """Requests per second from one address without a valid key (MANTA_ANONYMOUS_PER_SECOND); 0: no limit."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ class Tls:
     key: Path | None = None
     """PEM file with its private key (MANTA_TLS_KEY)."""
     terminated: bool = False
-    """A proxy in front of the service terminates TLS, and only the proxy can reach the service
-    (MANTA_TLS_TERMINATED=1)."""
+    """Whether a proxy, which alone can reach the service, terminates TLS (MANTA_TLS_TERMINATED=1)."""
 
     def __post_init__(self) -> None:
         """Raises InvalidSetting."""
@@ -80,26 +79,26 @@ class Settings:
     """What the environment says about where Manta keeps its state and where its service answers."""
 
     home: Path
-    """Folder of the embedded state: database, checkpoints, logs, address of the running service (MANTA_HOME)."""
+    """Folder of the service's state: database, checkpoints, logs, address of the running service (MANTA_HOME)."""
     url: str | None = None
-    """Base address of the service that the client talks to (MANTA_URL); None: the one running in `home`."""
+    """Base address of the service that clients use (MANTA_URL). None: the service running in the home."""
     allow_faults: bool = False
     """Whether the service injects faults into jobs on request (MANTA_ALLOW_FAULTS=1, or `manta up --allow-faults`)."""
 
     allowed_hosts: tuple[str, ...] = ()
-    """Names under which the service may be reached in addition to this machine's own, such as a proxy's, each with a
-    port if that is not the usual one of http or, with TLS, of https (MANTA_ALLOWED_HOSTS, separated by commas)."""
+    """Additional host names of the service, such as a proxy's, each with its port unless that is 80 or, with TLS, 443
+    (MANTA_ALLOWED_HOSTS, separated by commas)."""
     failed_memory_hours: float = 24.0
-    """How long the snapshots of a failed job stay in shared memory for `manta retry` (MANTA_FAILED_MEMORY_HOURS); 0:
+    """Hours that the snapshots of a failed job stay in shared memory for `manta retry` (MANTA_FAILED_MEMORY_HOURS); 0:
     they are removed at once."""
     data_roots: tuple[Path, ...] | None = None
-    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons); None: `roots_of` decides, by the
-    address on which the service listens."""
+    """Folders below which jobs may read data (MANTA_DATA_ROOTS, separated by colons). None: any folder if the service
+    listens on a loopback address only, otherwise none."""
     database_url: str | None = field(default=None, repr=False)
-    """Where the job database is (MANTA_DATABASE_URL, or `manta up --database`), as `manta.service.store.location` reads
-    it; None: in the home."""
+    """URL of the job database, such as postgresql://USER@HOST/NAME (MANTA_DATABASE_URL, or `manta up --database`).
+    None: an SQLite file in the home."""
     api_key: str | None = field(default=None, repr=False)
-    """The key that the client sends (MANTA_API_KEY); None: that of the service running in `home`."""
+    """API key that clients send (MANTA_API_KEY). None: the automatic key in the home."""
     tls: Tls = Tls()
     """TLS of the service (MANTA_TLS_CERT, MANTA_TLS_KEY, MANTA_TLS_TERMINATED, or options of the same names)."""
     trusted_proxies: tuple[str, ...] = ()
@@ -107,34 +106,33 @@ class Settings:
     limits: RequestLimits = RequestLimits()
     """How much one caller may ask of the service."""
     jobs_kept_days: float = 0.0
-    """How long a job is kept after its end: then it is deleted, with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: until a
-    user deletes it."""
+    """Days after its end until a job is deleted with its checkpoints (MANTA_JOBS_KEPT_DAYS); 0: never."""
     checkpoints: Location | None = None
-    """Where the checkpoints of all jobs are stored, such as `s3://bucket/manta` or a folder that all nodes share
-    (MANTA_CHECKPOINTS); None: in the home."""
+    """Where the checkpoints of all jobs are stored (MANTA_CHECKPOINTS, such as `s3://bucket/manta` or a folder that all
+    nodes share). None: in the home."""
     logs: Location | None = None
-    """Where the logs of all jobs are stored in addition to the home's disk (MANTA_LOGS). If that is not set, the object
-    store of MANTA_CHECKPOINTS, if that is one; None, or MANTA_LOGS=home: in the home only."""
+    """Where the logs of all jobs are stored in addition to the home's disk (MANTA_LOGS, `home` for nowhere else). None:
+    in the object store of MANTA_CHECKPOINTS, if that is one."""
     node_notices: str | None = None
-    """Whom the nodes ask whether they are about to be taken away (MANTA_NODE_NOTICES: aws, gcp, azure, kubernetes,
-    slurm, several separated by commas, as `manta.workers.node.notice_sources` reads it); None: nobody is asked."""
+    """Sources that nodes poll for notices of their removal: aws, gcp, azure, kubernetes, slurm (MANTA_NODE_NOTICES,
+    separated by commas). None: no source is polled."""
     ports: PortRange | None = None
-    """Ports on which the processes on the nodes listen, for firewalls (MANTA_PORTS, such as 20000-20999); None: any."""
+    """Ports on which the processes on the nodes listen, for firewalls (MANTA_PORTS, such as 20000-20999). None: any."""
     ship_code: bool = False
-    """Whether the nodes of an existing Ray get this installation's code instead of their own (MANTA_SHIP_CODE=1)."""
+    """Whether nodes of an existing Ray run this installation's code instead of their own (MANTA_SHIP_CODE=1)."""
     node_shapes: tuple[NodeShape, ...] = ()
-    """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`, as
-    `manta.service.cluster.node_shapes` reads it); none: nothing is requested of an autoscaler."""
+    """Nodes that the autoscaler of an existing Ray can add (MANTA_NODE_SHAPES, such as `workers=4x8 slots`). Empty:
+    nothing is requested from an autoscaler."""
     model_packages: tuple[str, ...] = ()
     """Installed packages from which jobs may use models (MANTA_MODEL_PACKAGES, separated by commas)."""
     traces: str | None = None
-    """Address of the OpenTelemetry collector to which the starts and recoveries of jobs are sent, by OTLP over HTTP
-    (MANTA_TRACES, such as http://collector:4318); None: they are not sent."""
+    """Address of an OpenTelemetry collector that receives the starts and recoveries of jobs, by OTLP over HTTP
+    (MANTA_TRACES, such as http://collector:4318). None: they are not sent."""
     export_roots: tuple[Path, ...] = ()
-    """Folders below which weights may be exported over REST (MANTA_EXPORT_ROOTS, separated by colons); none: `exports`
+    """Folders below which weights may be exported over REST (MANTA_EXPORT_ROOTS, separated by colons). Empty: `exports`
     in the home."""
     dashboard: bool = True
-    """Whether browsers are shown a dashboard; MANTA_NO_DASHBOARD=1 disables it, which lets the service start faster."""
+    """Whether the service serves a dashboard; without one it starts faster (MANTA_NO_DASHBOARD=1 turns it off)."""
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import reference_pages
+
 ROOT = Path(__file__).parents[1]
 HOUSE = ROOT / "src" / "manta"
 PACKAGES = ("api", "service", "workers")
@@ -52,15 +54,33 @@ def test_headings_that_messages_name_exist():
     assert [(page, heading) for page, heading in sorted(named) if heading not in headings(page)] == []
 
 
-def test_keys_of_what_never_ran_on_its_device_say_so_and_stand_on_the_page():
-    _, _, page = (ROOT / "docs" / "gpu.md").read_text().partition("## What never ran on the device it is for")
+def test_keys_that_are_untested_on_gpus_say_so_and_stand_on_the_page():
+    _, _, page = (ROOT / "docs" / "tested.md").read_text().partition("## Never run on GPUs")
     listed = set(re.findall(r"`((?:parallel|train)[.\w]+)", page.partition("\n## ")[0]))
     files = ("config/parallel.py", "config/train.py")
-    says = re.compile(r"never\s+ran\s+on\s+the\s+device\s+it\s+is\s+for\s+\(docs/gpu\.md\)", re.IGNORECASE)
+    says = re.compile(r"Untested\s+on\s+(?:several\s+)?GPUs\s+\(docs/tested\.md\)")
     texts = [(HOUSE / "workers" / file).read_text() for file in files]
     before = [text[: match.start()] for text in texts for match in says.finditer(text)]
     keys = {re.findall(r"^    (\w+): ", text, re.MULTILINE)[-1] for text in before}
     assert keys == {key.rpartition(".")[2] for key in listed} and len(keys) == 7
+
+
+@pytest.mark.parametrize("page", reference_pages.PAGES)
+def test_reference_page_is_what_the_generator_prints(page):
+    assert (ROOT / "docs" / page).read_text() == reference_pages.content(page), "python -m tests.reference_pages"
+
+
+def test_every_variable_that_settings_read_is_on_the_page_of_the_environment():
+    settings = [(HOUSE / room / "settings.py").read_text() for room in ("service", "workers")]
+    read = set(re.findall(r'"(MANTA_[A-Z_]+)"', "".join(settings)))
+    assert read - set(re.findall(r"MANTA_[A-Z_]+", (ROOT / "docs" / "environment.md").read_text())) == set()
+
+
+def test_index_of_the_documentation_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    missing = {page for page in pages if f"]({page})" not in index and not page.startswith("decisions/")}
+    assert missing == {"README.md"}
 
 
 def test_modules_in_the_picture_of_the_packages_exist():

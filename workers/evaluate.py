@@ -24,19 +24,28 @@ from manta.workers.inference.chats import ChatResult, chat, read_conversations, 
 from manta.workers.inference.command import add_template_to, loaded, options_for, positive, run
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.evaluate") -> int:
-    """Entry point; returns the exit status. `called`: the command, as it was typed."""
+def command_parser(called: str) -> argparse.ArgumentParser:
+    """The parser of the command's options. `called`: the command, as it was typed."""
     parser = options_for(called, "Evaluate a trained model.")
     kind = parser.add_mutually_exclusive_group(required=True)
-    kind.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text, or of a JSONL's texts")
-    kind.add_argument("--last-word", type=Path, metavar="FILE", help="accuracy on the last words of a JSONL's texts")
-    kind.add_argument("--choices", type=Path, metavar="FILE", help="accuracy on a JSONL's multiple choice questions")
+    kind.add_argument("--text", type=Path, metavar="FILE", help="perplexity of a text, or of the texts of a JSONL file")
+    kind.add_argument(
+        "--last-word", type=Path, metavar="FILE", help="accuracy on the last words of the texts of a JSONL file"
+    )
+    kind.add_argument(
+        "--choices", type=Path, metavar="FILE", help="accuracy on the multiple-choice questions of a JSONL file"
+    )
     kind.add_argument("--chat", type=Path, metavar="FILE", help="perplexity of the answers in conversations")
     add_template_to(parser)
     parser.add_argument(
         "--stride", type=positive, help="with --text: tokens from one window to the next; default: a whole window"
     )
-    return run(_evaluate, parser.parse_args(arguments))
+    return parser
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.evaluate") -> int:
+    """Entry point; returns the exit status. `called`: the command, as it was typed."""
+    return run(_evaluate, command_parser(called).parse_args(arguments))
 
 
 def _evaluate(options: argparse.Namespace) -> None:

@@ -21,21 +21,39 @@ from manta.workers.inference.generation import Sampling, generate
 from manta.workers.inference.tasks import read_texts
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.generate") -> int:
-    """Entry point; returns the exit status. `called`: the command, as it was typed."""
-    parser = options_for(called, "Let a trained model write.")
+def command_parser(called: str) -> argparse.ArgumentParser:
+    """The parser of the command's options. `called`: the command, as it was typed."""
+    parser = options_for(called, "Generate text with a trained model.")
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", help="what is to be continued; may be given several times")
+    prompts.add_argument("--prompt", action="append", help="text to continue; may be repeated")
     prompts.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="the texts of a JSONL file, or any other file as one prompt"
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="file of prompts: JSONL with a text each, or any other file as one prompt",
     )
     parser.add_argument("--chat", action="store_true", help="treat prompts as user messages, and generate the answer")
     add_template_to(parser)
-    parser.add_argument("--tokens", type=int, default=100, help="most tokens to write (default: 100)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from so many of the likeliest; 0: all (default)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that have this probability")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
+    parser.add_argument("--tokens", type=int, default=100, help="maximum number of new tokens (default: 100)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy decoding (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="sample from this many of the likeliest tokens; 0: all (default)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens with this total probability (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    return parser
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.generate") -> int:
+    """Entry point; returns the exit status. `called`: the command, as it was typed."""
+    parser = command_parser(called)
     options = parser.parse_args(arguments)
     if options.temperature < 0 or not 0 < options.top_p <= 1 or options.top_k < 0 or options.tokens < 1:
         parser.error("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1, --tokens at least 1")

@@ -26,14 +26,14 @@ from manta.workers.spec.submitted import with_vocabulary
 from manta.workers.storage.locations import InvalidLocation, Location, parse_location
 
 
-def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.run") -> int:
-    """Entry point; returns the exit status. Errors of the user are one sentence on stderr. `called`: name in help."""
+def command_parser(called: str) -> argparse.ArgumentParser:
+    """The parser of the command's options. `called`: its name in the help."""
     parser = argparse.ArgumentParser(prog=called, description="Train one job without the service.")
-    parser.add_argument("config", type=Path, help="JobSpec in YAML")
+    parser.add_argument("config", type=Path, help="the job's YAML file")
     parser.add_argument(
         "--metrics",
         type=Path,
-        help="write one JSON object a step to this file; of a run that it resumes, the steps so far stay",
+        help="append one JSON object per step to this file; a resumed run keeps the earlier steps",
     )
     parser.add_argument(
         "--checkpoints", type=_location, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
@@ -42,16 +42,19 @@ def main(arguments: list[str] | None = None, called: str = "python -m manta.work
     parser.add_argument(
         "--stop-after-step",
         type=_step,
-        help="end after this step, as if the job had been interrupted: to look at a few",
+        help="end after this step, as if interrupted",
     )
     parser.add_argument(
-        "--trace", type=Path, help="record single steps, action by action: .json, or .pftrace for Perfetto"
+        "--trace", type=Path, help="record single steps action by action, as .json or, for Perfetto, .pftrace"
     )
-    parser.add_argument("--trace-steps", type=int, default=1, help="how many steps to record (default: 1)")
-    parser.add_argument(
-        "--trace-first-step", type=int, default=0, help="record none before this step (default: the second)"
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--trace-steps", type=int, default=1, help="number of steps to record (default: 1)")
+    parser.add_argument("--trace-first-step", type=int, default=0, help="first step that may be recorded (default: 2)")
+    return parser
+
+
+def main(arguments: list[str] | None = None, called: str = "python -m manta.workers.run") -> int:
+    """Entry point; returns the exit status. Errors of the user are one sentence on stderr. `called`: name in help."""
+    options = command_parser(called).parse_args(arguments)
     try:
         spec = with_vocabulary(_spec_in(options.config))
         launcher = read_launcher()

@@ -53,7 +53,7 @@ class Pod:
     api_port: int
     """Port of its API, with TLS."""
     node: str
-    """Name of the node that the pod runs on (MANTA_NODE_NAME, which the pod's spec takes from its spec.nodeName)."""
+    """Name of the Kubernetes node that the pod runs on (MANTA_NODE_NAME, from the pod's spec.nodeName)."""
 
 
 def read_pod() -> Pod | None:
@@ -64,7 +64,9 @@ def read_pod() -> Pod | None:
 
 
 def read_token_cache(otherwise: Path | None = None) -> Path:
-    """This machine's folder for tokens of corpora: MANTA_TOKEN_CACHE, else `otherwise`, or in the home (MANTA_HOME)."""
+    """This machine's folder for tokens of corpora (MANTA_TOKEN_CACHE). None: `cache/tokens` in the home.
+
+    `otherwise` replaces the folder in the home."""
     value = os.environ.get("MANTA_TOKEN_CACHE")
     if value:
         return Path(value).expanduser().absolute()
@@ -78,8 +80,8 @@ def read_slurm_job_end() -> float | None:
 
 
 def read_computes_on_cpu() -> bool:
-    """Whether a rank that was given a GPU computes on the CPU (MANTA_COMPUTE_ON_CPU_FOR_TESTS=1). For tests of
-    everything around the computation, on machines without GPUs whose Ray declares some."""
+    """Whether a rank that was given a GPU computes on the CPU (MANTA_COMPUTE_ON_CPU_FOR_TESTS=1). For tests on machines
+    without GPUs whose Ray declares some."""
     return os.environ.get("MANTA_COMPUTE_ON_CPU_FOR_TESTS", "") == "1"
 
 
@@ -94,6 +96,6 @@ def nccl_is_the_second() -> bool:
 
 
 def read_backend() -> Literal["process_groups"] | None:
-    """The backend of ranks on CPU slots, if it is not our links (MANTA_PROCESS_GROUPS_FOR_TESTS=1): for tests and
-    benchmarks of the GPU path, over gloo. A node's trainers inherit it from the process that started the node."""
+    """The backend of ranks on CPU slots: gloo's process groups instead of our links
+    (MANTA_PROCESS_GROUPS_FOR_TESTS=1). For tests and benchmarks of the GPU path."""
     return "process_groups" if os.environ.get("MANTA_PROCESS_GROUPS_FOR_TESTS") == "1" else None

@@ -93,8 +93,8 @@ class ModelConfig(Section):
     model_config = ConfigDict(serialize_by_alias=True)
 
     from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
-    """Folder of Hugging Face weights (config.json and safetensors) to start training from. The shape is read from
-    config.json when the job is submitted and need not be given here. Default: random weights."""
+    """Folder of Hugging Face weights (config.json and safetensors) to start from. The shape is read from config.json
+    and need not be given here. Default: random weights."""
     family: Literal["gpt", "llama", "qwen", "custom"] = "gpt"
     """Model family. Supported: gpt; llama (Llama 2 and 3, and Mistral with sliding_window); qwen (Qwen 3); custom (a
     model of an installed package, docs/custom_models.md)."""
@@ -123,8 +123,8 @@ class ModelConfig(Section):
     vocabulary_size: Vocabulary | None = None
     """Number of token ids (v); default: the tokenizer's. Padded internally to a multiple of parallel.tensor."""
     dropout: Fraction = 0.0
-    """Probability of zeroing an activation during training, applied to the embedding, to attention weights, and to the
-    output that a block adds to the residual stream. The same elements are zeroed under every layout."""
+    """Probability of zeroing an activation during training: of the embedding, attention weights, and each block's
+    output. The same elements are zeroed under every layout."""
     bias: StrictBool = True
     """Whether linear layers and layer norms have biases; default: true for gpt, else false."""
     tie_embeddings: StrictBool = True

@@ -32,34 +32,31 @@ class ParallelConfig(Section):
     """The layout: tensor x pipeline x data ranks."""
 
     tensor: AxisSize = 1
-    """Tensor-parallel size (t): number of ranks that share each layer. Several GPUs: never ran on the device it is for
-    (docs/gpu.md)."""
+    """Tensor-parallel size (t): number of ranks that share each layer. Untested on several GPUs (docs/tested.md)."""
     pipeline: AxisSize = 1
-    """Pipeline-parallel size (p): number of stages. Several GPUs: never ran on the device it is for (docs/gpu.md)."""
+    """Pipeline-parallel size (p): number of stages. Untested on several GPUs (docs/tested.md)."""
     data: AxisSize = 1
-    """Data-parallel size (d): number of replicas. Several GPUs: never ran on the device it is for (docs/gpu.md)."""
+    """Data-parallel size (d): number of replicas. Untested on several GPUs (docs/tested.md)."""
     context: AxisSize = 1
     """Context-parallel size. Supported: 1."""
     virtual_stages: Layers = 1
     """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the other schedules."""
     stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
     """Number of layers of each virtual stage, in the model's order: pipeline x virtual_stages numbers that add up to
-    model.layers. Default: evenly distributed, as also after a change of the pipeline size (elastic.reshape). With a
-    large vocabulary, fewer layers on the last stage, which computes the logits, are faster (docs/parallelism.md);
-    `auto` finds the numbers."""
+    model.layers. Default: evenly distributed. With a large vocabulary, fewer layers on the last stage are faster
+    (docs/parallelism.md); parallel: auto finds the numbers."""
     stage_accelerators: tuple[AcceleratorType, ...] | None = None
-    """GPU type required for the nodes of each stage, by the names that Ray uses and `manta nodes` shows, such as [A100,
-    A100, V100]; for clusters of unequal nodes (docs/planner.md). null: nodes of any type."""
+    """GPU type required for the nodes of each stage, such as [A100, A100, V100], by the names that `manta nodes` shows;
+    for clusters of unequal nodes (docs/planner.md). Default: nodes of any type."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule: the order of forward and backward passes (docs/parallelism.md)."""
     sequence_parallel: StrictBool | None = None
     """Whether norms and residuals are split along the sequence over the tensor group (arXiv:2205.05198, section 4.2.2);
     default: true if tensor > 1."""
     forward_chunks: Chunks = 1
-    """Number of chunks along the sequence for overlapping the products of the forward pass with their communication
-    over the tensor group: one chunk is gathered or reduced while another is computed (docs/parallelism.md). No effect
-    with tensor 1. 1: no overlap; the default, because smaller products and more messages may cost more than the overlap
-    saves. Never ran on the device it is for (docs/gpu.md)."""
+    """Number of chunks along the sequence into which the matmuls of the forward pass are split, to overlap them with
+    the communication of the tensor group; 1: no overlap. No effect with tensor: 1 (docs/parallelism.md). Untested on
+    GPUs (docs/tested.md)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Which activations are recomputed in backward. selective: those of recompute_modules; full: whole layers, keeping
     only their inputs (arXiv:2205.05198, section 5)."""
@@ -72,23 +69,19 @@ class ParallelConfig(Section):
     """Number of micro-batches in flight on each stage that keep all their activations; only the others are recomputed
     (arXiv:2205.05198, appendix C)."""
     offload_layers: Count = 0
-    """Number of layers of each virtual stage, evenly spread, whose saved activations (with recomputation: those that it
-    keeps) are offloaded to pinned host memory until backward. Results do not change. Copies overlap with the layers in
-    between; if they take longer, the device waits (docs/parallelism.md). 0: none, which is fastest if the activations
-    fit on the device."""
+    """Number of layers of each virtual stage, evenly spread, whose saved activations are kept in pinned host memory
+    until backward; 0: none. Results do not change. Copies overlap with the layers in between (docs/parallelism.md)."""
     zero: Literal[0, 1, 3] = 1
     """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is sharded over the data
     group. 3 is not supported yet."""
     bucket_megabytes: PositiveFloat | Literal["auto"] = "auto"
     """Size of the buckets in which gradients are reduced over the data group during backward, in 10^6 bytes. auto: 25
-    on a CPU; on a GPU 160 or 4 times the number of replicas, whichever is larger, so that transferring a replica's part
-    of a bucket takes longer than the latency of a message."""
+    on a CPU; on a GPU 160, or 4 times the number of replicas if that is larger."""
 
     gather: Literal["after_update", "beside_forward"] = "after_update"
-    """When updated parameters are gathered from the other replicas under ZeRO 1. beside_forward: during the next step's
+    """When ranks gather updated parameters from the other replicas under ZeRO 1. beside_forward: during the next
     forward pass, in which each layer waits for its own parameters; only with 16-bit precision or
-    train.optimizer.offload, otherwise the same as after_update. Results are bit-identical.
-    Never ran on the device it is for (docs/gpu.md)."""
+    train.optimizer.offload. Results are bit-identical. Untested on GPUs (docs/tested.md)."""
 
     @property
     def world_size(self) -> int:
@@ -144,10 +137,9 @@ class ResourcesConfig(Section):
     accelerator: Accelerator = "auto"
     """auto: GPUs if the cluster has any, otherwise CPU slots."""
     environment: Annotated[dict[str, str], AfterValidator(FixedMapping)] = Field(default_factory=FixedMapping)
-    """Environment variables of the trainers. Allowed are those of NCCL, gloo and the GPU's allocator that are listed in
-    docs/parallelism.md, such as NCCL_SOCKET_IFNAME."""
+    """Environment variables of the trainers, such as NCCL_SOCKET_IFNAME. Allowed are the variables of NCCL, gloo and
+    the GPU's allocator that docs/parallelism.md lists."""
     threads: Threads | Literal["auto"] = "auto"
-    """Number of compute threads of each rank on a CPU. Results depend on it bit by bit, so it is determined once per
-    job and does not change with the machine or layout. auto: when the job first starts, the cores of a node divided by
-    the maximum number of ranks that the job may have there; 1 on GPUs and with train.deterministic: elastic
-    (docs/training.md)."""
+    """Number of compute threads of each rank on a CPU, fixed when the job first starts, since results depend on it bit
+    by bit. auto: the cores of a node divided by the maximum number of ranks that the job may have there; 1 on GPUs and
+    with train.deterministic: elastic (docs/training.md)."""

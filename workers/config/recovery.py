@@ -13,21 +13,19 @@ class CheckpointConfig(Section):
     """When state is saved, in memory and on disk."""
 
     every_steps: StepsOrNever = 50
-    """Steps between durable checkpoints; the last step is always saved. 0: only when the job is paused. A checkpoint
-    that is due while the previous one is still being written is written after it; training does not wait."""
+    """Steps between durable checkpoints, written while training continues; the last step is always saved. 0: only when
+    the job is paused."""
     keep: Steps = 3
-    """Number of newest durable checkpoints to keep; older ones are deleted when a newer one is complete. If a roll back
-    could undo all of these, up to two earlier ones are kept too."""
+    """Number of newest durable checkpoints to keep. If a rollback could undo all of these, up to two earlier ones are
+    kept too."""
     snapshots: Annotated[Literal["auto", "shared_memory", "node_memory", "off"], FalseAsOff] = "auto"
-    """Where each rank keeps its last two snapshots, from which a job continues after a failure; they take 24 bytes per
-    parameter whose moments the rank holds. shared_memory: /dev/shm of the rank's node; node_memory: memory of the
-    node's daemon, which is not limited by the size of /dev/shm and is lost with the daemon; auto: shared memory, or the
-    daemon's memory if shared memory has no room, with an event; off: no snapshots, so that the job always continues
-    from its newest durable checkpoint, also after a resize or a drain (docs/recovery.md)."""
+    """Where each rank keeps its last two snapshots, which take 24 bytes per parameter whose moments it holds. auto:
+    shared_memory, or node_memory if that has no room; shared_memory: /dev/shm of its node; node_memory: memory of the
+    node's daemon, which is lost with the daemon; off: none, so that the job always continues from its newest durable
+    checkpoint (docs/recovery.md)."""
     snapshot_every_steps: Steps | Literal["auto"] = "auto"
-    """Steps between snapshots: the maximum number of steps that are redone after a crash (more only just after it has
-    changed: `workers/snapshot/interval.py`). auto: 1, or more if securing each snapshot would take the training thread
-    over 1 ms and over 1% of a step's time; the metric `snapshot_every_steps` is the value at each step."""
+    """Steps between snapshots, and so the maximum number of steps that are redone after a crash. auto: 1, or more if
+    each snapshot would stall training for more than 1 ms and 1% of a step (docs/recovery.md)."""
 
 
 class SpikeConfig(Section):
@@ -39,51 +37,47 @@ class SpikeConfig(Section):
     """
 
     policy: Literal["ignore", "report", "skip", "roll_back", "fail"] = "ignore"
-    """Response to a spike. report: an event; skip, roll_back, fail: as for recovery.nonfinite; as there, the weights
-    have not been updated yet."""
+    """Response to a spike. report: an event; skip, roll_back, fail: as for recovery.nonfinite."""
     window: Annotated[int, Field(ge=MIN_WINDOW, le=500, strict=True)] = 50
     """Number of preceding steps to compare with; no step is checked until there are as many."""
     loss_deviations: PositiveFloat = 8.0
     """Number of deviations from which a loss is a spike."""
     grad_norm_deviations: PositiveFloat | None = 20.0
-    """Number of deviations from which a gradient norm before clipping, which varies more than the loss, is a spike;
-    null: the gradient norm is not checked."""
+    """Number of deviations from which a gradient norm before clipping is a spike; null: the gradient norm is not
+    checked."""
 
 
 class RecoveryConfig(Section):
     """Responses to failures, and the limits beyond which the job fails."""
 
     nonfinite: Literal["fail", "skip", "roll_back"] = "fail"
-    """Response to a step whose loss or gradient is not finite, which is detected before the weights are updated. fail:
-    the job fails and reports the samples; skip: the step makes no update; roll_back: the job goes back
-    `roll_back_steps` steps and skips the step's samples. Each is recorded as an event."""
+    """Response to a step whose loss or gradient is not finite, before the weights are updated. fail: the job fails and
+    reports the samples; skip: the step makes no update; roll_back: the job goes back `roll_back_steps` steps and skips
+    the step's samples (docs/numbers.md)."""
 
     spike: SpikeConfig = SpikeConfig()
     """Response to spikes: finite values far above those of preceding steps."""
 
     roll_back_steps: Annotated[int, Field(gt=0, le=10_000, strict=True)] = 10
-    """Minimum number of committed steps that a roll back undoes, as far as the trainer's copies reach back; at most
-    twice as many, less one. They are repeated with the same samples. With a policy of roll_back, each rank keeps two
-    copies of its state in host memory, taken at this interval."""
+    """Minimum number of committed steps that a rollback undoes; at most twice as many, less one. With a policy of
+    roll_back, each rank keeps two copies of its state in host memory, taken at this interval."""
 
     max_roll_backs: Annotated[int, Field(gt=0, le=100, strict=True)] = 10
-    """Maximum number of roll backs of the job; one more fails it."""
+    """Maximum number of rollbacks of the job; one more fails it."""
 
     check_replicas_every: StepsOrNever = 100
-    """Steps between comparisons of all parameters that must be bit-identical on several ranks: one that differs was
-    corrupted in memory or in transit, and the rank is replaced. 0: never."""
+    """Steps between comparisons of all parameters that must be bit-identical on several ranks; a rank whose parameters
+    differ was corrupted, and is replaced. 0: never."""
 
     stragglers: Literal["ignore", "report", "replace"] = "report"
-    """Response to a rank whose own work, excluding the time it waits for other ranks, persistently takes longer than
-    that of its peers in the same stage. report: an event with the evidence; replace: in addition, its process is ended
-    after the next committed step and replaced as after a failure, at most once in ten minutes for each rank. Own work
-    is measured on CPUs only."""
+    """Response to a rank whose own work, without waiting, persistently takes longer than that of its peers in the same
+    stage. report: an event with the evidence; replace: also replaces its process after the next committed step, at most
+    once in ten minutes. Own work is measured on CPUs only."""
 
     max_restarts: Count = 20
     """Maximum number of failures within `restart_window_seconds`; one more fails the job with restarts_exhausted."""
     restart_window_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 86_400.0
-    """How long a failure counts toward `max_restarts`, in seconds; 0: forever. A job that runs for months may exceed
-    any fixed number of failures and should still continue; one that fails 20 times a day should not."""
+    """How long a failure counts toward `max_restarts`, in seconds; 0: forever."""
 
     @property
     def rolls_back(self) -> bool:

@@ -63,11 +63,10 @@ class OptimizerConfig(Section):
     clip_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm (L2); larger gradients are scaled down to it. 0 disables clipping."""
     offload: StrictBool = False
-    """Whether the optimizer state (weights in fp32 and both moments) is offloaded to pinned host memory and copied to
-    the GPU for its update, one slice at a time. Results do not change. Saves 12 bytes per parameter on the device (8 in
-    fp32), divided by the number of replicas with parallel.zero: 1. Each update takes as long as transferring those
-    bytes over the GPU's link, which is not overlapped (docs/parallelism.md); hence false, which is faster if the state
-    fits. Saves nothing on a CPU. Never ran on the device it is for (docs/gpu.md)."""
+    """Whether weights in fp32 and both moments are kept in pinned host memory and copied to the GPU slice by slice for
+    each update. Results do not change. Saves 12 bytes per parameter of GPU memory (8 in fp32), divided by the replicas
+    under ZeRO 1; the copies do not overlap with computation (docs/parallelism.md). No effect on a CPU. Untested on GPUs
+    (docs/tested.md)."""
 
     @property
     def moments(self) -> tuple[str, ...]:
@@ -103,52 +102,44 @@ class TrainConfig(Section):
     """Seed of the initial weights and the sample order."""
     deterministic_kernels: bool = False
     """Whether a GPU uses deterministic kernels, so that a recovered job has exactly the loss curve of an undisturbed
-    one. false: the fastest kernels, whose attention adds blocks in the order in which they happen to finish, so that
-    the curve is the same except for rounding. Always on with deterministic: elastic. On a CPU all kernels are
-    deterministic."""
+    one. false: the fastest kernels, which agree except for rounding. Always on with deterministic: elastic; CPUs are
+    always deterministic."""
     deterministic: Literal["layout", "elastic"] = "layout"
-    """Under which changes of the layout results stay bit-identical. layout: under none; the same layout gives the same
-    bits. elastic: also with a different number of replicas, at the same tensor and pipeline sizes: gradients are added
-    in a fixed tree over the global batch's micro-batches, which are distributed over the replicas whole. Requires up to
-    2 log2(m) additional gradient buffers per rank, where m is a replica's number of micro-batches, and reductions do
-    not overlap with backward (docs/parallelism.md)."""
+    """Which changes of the layout keep results bit-identical. layout: none, but the same layout gives the same bits;
+    elastic: also a different number of replicas. elastic requires up to 2 log2(m) more gradient buffers per rank, for m
+    micro-batches per replica, and reductions do not overlap with backward (docs/parallelism.md)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Number format of the computation. bf16 and fp16 keep master weights, moments and gradient sums in fp32; fp16 also
     scales the loss dynamically. Default: bf16 if all GPUs of the cluster have it at submission, otherwise fp32."""
     fp8: Annotated[Literal["off", "tensorwise", "rowwise"], FalseAsOff] = "off"
-    """Whether the linear layers inside the transformer layers multiply 8-bit matrices, forward and backward; requires
-    precision bf16. Embedding, output layer, norms and attention are unchanged, and so are master weights, gradient sums
-    and the activations saved for backward. tensorwise: one scale per matrix, gradients in e5m2; rowwise: one scale per
-    row, gradients in e4m3, with more work in addition to the products. Requires a GPU of compute capability 8.9 or
-    above, or a CPU, where it is slow. Uses 2 additional bytes per weight (docs/parallelism.md)."""
+    """Whether the linear layers of the transformer layers multiply 8-bit matrices, forward and backward. tensorwise:
+    one scale per matrix, gradients in e5m2; rowwise: one scale per row, gradients in e4m3, slower. Requires precision
+    bf16 and a GPU of compute capability 8.9 or above (a CPU works, slowly); uses 2 more bytes per weight
+    (docs/parallelism.md)."""
     attention: Literal["auto", "sdpa", "explicit"] = "auto"
     """How attention is computed. sdpa: torch's fused kernels, which do not store the s x s scores; explicit: batched
-    matrix products, which do. auto: sdpa, or explicit with dropout (the dropout of the fused kernels depends on the
-    layout)."""
+    matmuls, which do; auto: sdpa, or explicit with dropout, since the dropout of fused kernels depends on the layout.
+    """
     compile: StrictBool = False
     """Whether each transformer block is compiled by torch.compile."""
     cuda_graphs: StrictBool = False
-    """Whether a GPU replays forward and backward of a micro-batch as one CUDA graph, instead of launching their kernels
-    one by one: for small models, whose host cannot keep up with the GPU. Results do not change. Requires several
-    micro-batches per step, no tensor or pipeline parallelism, and nothing that differs between micro-batches but their
-    tokens; measured and traced steps do without. Takes the memory of the activations of one more micro-batch. Saves
-    nothing on a CPU. A GPU that trained 1.5 billion parameters was idle for 2.5% of a step, which is the most that this
-    could save there. Never ran on the device it is for (docs/gpu.md)."""
+    """Whether a GPU replays each micro-batch as one CUDA graph instead of launching its kernels one by one. Results do
+    not change. For small models, whose host cannot keep up with the GPU. Requires several micro-batches per step and no
+    tensor or pipeline parallelism; uses the memory of one more micro-batch's activations. No effect on a CPU. Untested
+    on GPUs (docs/tested.md)."""
     head_tokens: Count = 0
-    """Number of tokens whose logits are in memory at once: output layer, loss and their gradients are computed for this
-    many tokens at a time (docs/parallelism.md). 0: all tokens of a micro-batch. Smaller values use less memory, but
-    each part adds a pass over the gradient of the output layer's weight, whose cost is small on a GPU with 1024 tokens
-    or more. No benefit on a CPU, or if logits are a small part of the memory. Changes the rounding of that gradient
-    only."""
+    """Number of tokens whose logits, loss and gradients are computed at a time; 0: all tokens of a micro-batch. Smaller
+    values save memory with large vocabularies, at a small cost from 1024 tokens on a GPU, and change only the rounding
+    of the output layer's gradient (docs/parallelism.md)."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning rate."""
     frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
     """Parameters that are not trained, as patterns of their names: `embedding`, `layers.0-3`, `*.mlp`
     (docs/training.md). They have no gradients and no moments, and backward stops at the first trained parameter."""
     z_loss: NonNegativeFloat = 0.0
-    """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits.
-    It keeps the logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
-    cross-entropy; the metric `z_loss` is the additional loss, as a mean over the same tokens."""
+    """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits;
+    it keeps logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
+    cross-entropy."""
     validate_every: StepsOrNever = 0
     """Steps between validations; 0: never."""
     validation_batches: Steps = 8

@@ -28,9 +28,13 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
         help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used",
     )
     parser.add_argument(
-        "--device", type=_device, help="such as cuda:1; default: a GPU where there is one, else the CPU"
+        "--device", type=_device, help="such as cuda:1; default: a GPU if there is one, otherwise the CPU"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations; default: bf16 on GPUs, else fp32")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="number format of weights and activations; default: bf16 on GPUs, otherwise fp32",
+    )
     parser.add_argument("--threads", type=positive, help="computation threads on a CPU; default: all cores")
     parser.add_argument("--batch-size", type=positive, default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -42,7 +46,7 @@ def add_template_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="with --chat: a template, or chatml; default: the one that the model was trained with",
+        help="with --chat: a template file, or chatml; default: the template of the job's training",
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
+from documented import blocks_of
 from typer.testing import CliRunner
 
 from manta.api.cli.main import command_line
@@ -13,6 +15,12 @@ from manta.service.words import byte_count
 from tests.api.conftest import DOCUMENT
 from tests.api.support.keys import ADMIN
 from tests.api.test_plans import PLAN
+
+DOCS = Path(__file__).parents[3] / "docs"
+LLAMA_8B = {
+    "family": "llama", "layers": 32, "hidden_size": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden_size": 14336,
+    "vocabulary_size": 128256,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -38,6 +46,15 @@ def test_plan_prints_the_best_layouts_as_a_table(plan):
     assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
     taken = byte_count(answer["plans"][0]["host_memory_bytes"])
     assert f"The best plan takes {taken} of a node's memory for snapshots" in " ".join(table.split())
+
+
+def test_layouts_in_the_page_on_fine_tuning_are_what_is_planned(plan):
+    blocks = blocks_of("fine_tuning.md")
+    job = next(yaml.safe_load(text) for kind, text in blocks if kind == "yaml")
+    job["model"] = LLAMA_8B | {"sequence_length": job["model"]["sequence_length"]}
+    rows = [line.split() for line in (DOCS / "fine_tuning.md").read_text().splitlines()]
+    options = ("--set", "cluster.accelerator=h100-80gb", "--set", "cluster.nodes=1")
+    assert all(line.split() in rows for line in plan(job, *options).splitlines()[:4])
 
 
 def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):

@@ -330,7 +330,8 @@ def test_progress_on_a_terminal_overwrites_one_line():
     assert out.text == "begins\n10%\r\x1b[K20%\r\x1b[Kdone\n"
 
 
-CHAT = blocks_of("training.md", "Fine-tune on chat data")
+CHAT = blocks_of("fine_tuning.md", "Try it without a GPU")
+JOBS = [*blocks_of("fine_tuning.md"), *blocks_of("getting_started.md")]
 MEGATRON = blocks_of("data.md", "To and from Megatron-LM")
 
 
@@ -339,12 +340,14 @@ def test_example_jobs_are_valid_specs(path):
     assert load_job_spec(path).name == path.stem
 
 
-@pytest.mark.parametrize("block", [text for kind, text in [*CHAT, *MEGATRON] if kind == "yaml"])
+@pytest.mark.parametrize("block", [text for kind, text in [*JOBS, *MEGATRON] if kind == "yaml"])
 def test_jobs_in_the_pages_are_valid_specs(block):
     job = yaml.safe_load(block)
     # Of weights the shape is in their folder.
     shape = {"layers": 4, "hidden_size": 64, "heads": 4, "vocabulary_size": 320, **job.pop("model")}
     shape.pop("from", None)
+    if job.get("parallel") == "auto":
+        job["parallel"] = {}
     assert parse_job_spec({**document(), **job, "model": shape}).name == job["name"]
 
 
@@ -361,7 +364,7 @@ def test_a_model_is_fine_tuned_on_conversations_as_the_page_says(tmp_path):
     _, trained, used = run_blocks(CHAT, tmp_path)
     losses = [float(each) for each in re.findall(r"  loss (\S+)", trained)]
     assert losses[-1] < 0.5 * losses[0]
-    assert re.search(r"^conversations +200$", used, re.M)
+    assert re.search(r"^conversations +20$", used, re.M)
     assert "What comes after 41?\n" in used
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     asked = tokenizer.apply_chat_template(
