@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from manta.workers.config import DataConfig
 from manta.workers.data import tokenize
 from manta.workers.data import trained_tokenizer as module
-from manta.workers.data.chat_template import conversation_in
+from manta.workers.data.conversations import conversation_in
 from manta.workers.data.corpus_record import with_digests
 from manta.workers.data.indexed_dataset import IndexedTokens, read_index
 from manta.workers.data.prepare import open_corpus
