@@ -22,6 +22,8 @@ _BLOCK = 2**20
 _KINDS = {"str": "a text", "dict": "an object", "list": "a list", "bool": "a boolean", "NoneType": "null"}
 
 _ROWS = 256
+_PEEK = 2**12
+"""Bytes of a file in which the first character of an array is looked for."""
 
 
 def objects_of(section: Section, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -38,7 +40,7 @@ def objects_of(section: Section, key: str) -> Iterator[tuple[str, dict[str, Any]
 def is_array(path: str) -> bool:
     """Whether a file is one JSON array, instead of an object a line. Raises DataError."""
     try:
-        size = Path(path).stat().st_size
+        size = min(Path(path).stat().st_size, _PEEK)
         with contextlib.suppress(_Damaged):  # whoever reads it finds out where
             return begins_array(_blocks(Section(path, 0, size, size)))
     except OSError as error:

@@ -170,7 +170,7 @@ def test_special_tokens_of_the_tokenizers_file_surround_each_document_if_asked_f
             path.write_text(text)
     else:
         paths = [jsonl(tmp_path, documents)]
-    row, info, _ = make(tmp_path / "cache", paths, tmp_path / "t.json", source, special_tokens=True)
+    row, _, _ = make(tmp_path / "cache", paths, tmp_path / "t.json", source, special_tokens=True)
     ends = [] if around.endswith("<|endoftext|>") else [0]
     expected = [token for text in documents for token in [*library.encode(text).ids, *ends]]
     assert row.read(0, len(row)).tolist() == expected
