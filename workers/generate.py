@@ -68,7 +68,7 @@ def _generate(options: argparse.Namespace) -> None:
     if options.chat:
         template = template_of(model.spec, checkpoint_at(options.checkpoint), options.template)
         asked, end = [question(template, prompt) for prompt in prompts], end_of_answer(template, tokens)
-    ids = [tokens.encode(prompt) for prompt in asked]
+    ids = [tokens.encode(prompt, begins=not options.chat) for prompt in asked]
     written = generate(model, ids, options.tokens, sampling, end.token, options.batch_size)
     texts = [tokens.decode(each.tokens) for each in written]
     if end.text and end.token is None:  # an end of several tokens is found in the text alone

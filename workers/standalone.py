@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
-from manta.workers.checkpoint.catalog import complete_checkpoints, newest_usable, next_generation
+from manta.workers.checkpoint.catalog import complete_checkpoints, manifest_of, newest_usable, next_generation
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
 from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import changed_sample_keys
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import CheckpointError, MantaError
 from manta.workers.protocol.json_codec import from_json, spell
@@ -156,6 +157,7 @@ def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
         any_complete = bool(complete_checkpoints(checkpoints))
 
         def use(path: Location, step: int) -> None:
+            _refuse_other_samples(trainer.spec, path)
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)
@@ -166,6 +168,16 @@ def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
             print(f"skipped: {reason}", file=sys.stderr)
     if path is None:
         trainer.restore(Resume())
+
+
+def _refuse_other_samples(spec: JobSpec, checkpoint: Location) -> None:
+    """Raise CheckpointError if the steps after `checkpoint` would repeat or leave out samples of those before it."""
+    changed = ", ".join(changed_sample_keys(spec, manifest_of(checkpoint).spec))
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint} was trained on other samples, so continuing would repeat some or leave some out: {changed}; "
+            "change that back, or begin a new job with its exported weights (model.from)"
+        )
 
 
 def refuse_unwritable(checkpoints: Location) -> None:

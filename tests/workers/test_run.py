@@ -197,6 +197,34 @@ def test_run_refuses_to_resume_with_another_corpus(tmp_path, capsys):
     assert run.main([config[0]]) == 0, "without checkpoints there is nothing to go on from"
 
 
+@pytest.mark.parametrize(
+    ("key", "before", "now", "more"),
+    [
+        ("train.global_batch_size", 4, 8, {}), ("train.seed", 0, 1, {}), ("data.validation_fraction", 0.05, 0.1, {}),
+        ("model.sequence_length", 8, 4, {}),
+        ("train.batch_ramp", None, {"start": 2, "increment": 2, "samples": 8}, {}),
+        ("data.paths", ["b.txt", "corpus.txt"], ["corpus.txt", "b.txt"], {}),
+        ("data.weights", None, [1.0, 2.0], {"data": {"paths": ["b.txt", "corpus.txt"]}}),
+    ],
+)  # fmt: skip
+def test_run_refuses_to_resume_under_a_key_that_gives_its_steps_other_samples(tmp_path, capsys, key, before, now, more):
+    (tmp_path / "b.txt").write_text("a second text of words\n" * 40)
+    checkpoints = ["--checkpoints", str(tmp_path / "checkpoints")]
+
+    def started(value, steps: int) -> int:
+        section, name = key.split(".")
+        sections = {"checkpoint": {"every_steps": 2}, "train": {"steps": steps}, **more}
+        sections[section] = {**sections.get(section, {}), **({} if value is None else {name: value})}
+        return run.main([str(job_file(tmp_path, **sections)), *checkpoints])
+
+    assert started(before, 2) == 0
+    capsys.readouterr()
+    assert started(now, 4) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("CheckpointError: ") and f"leave some out: {key} (was " in error
+    assert started(before, 4) == 0, "more steps are no other samples"
+
+
 def test_run_that_stops_early_has_the_numbers_of_a_whole_one(tmp_path):
     folder, whole, part = tmp_path / "checkpoints", tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     config = str(job_file(tmp_path, checkpoint={"every_steps": 2}))

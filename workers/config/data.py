@@ -61,6 +61,9 @@ class DataConfig(Section):
     end_of_document: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     """Token appended to each document, or `none`; default: none for bytes, <|endoftext|> for bpe, and for a file the
     first of its special tokens that is known to have this meaning."""
+    special_tokens: bool = False
+    """Whether each document also gets the tokens that the tokenizer's file adds to a text by itself, such as <bos>
+    before it. Requires a tokenizer from a file that adds some."""
     text_key: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     """Key of the objects in jsonl, or column in parquet, that holds the document: its text (default: `text`), or with
     chat its messages (default: `messages`)."""

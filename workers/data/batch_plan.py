@@ -7,10 +7,45 @@ section 3.2) the size of the global batch is a function of the samples consumed 
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from manta.workers.config import BatchRamp, JobSpec, ParallelConfig, TrainConfig
+from manta.workers.config import BUILT_IN_TOKENIZERS, BatchRamp, JobSpec, ParallelConfig, TrainConfig
+
+_DECIDE = {
+    "data": (
+        "source", "paths", "weights", "tokenizer", "end_of_document", "special_tokens", "text_key", "loss",
+        "validation_fraction",
+    ),
+    "model": ("sequence_length",),
+    "train": ("seed", "global_batch_size", "batch_ramp"),
+}  # fmt: skip
+"""Keys that decide which samples there are, and which of them a step has."""
+
+
+def changed_sample_keys(spec: JobSpec, before: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of `spec` due to which its steps have other samples than under the spec whose document was `before`, each
+    with both values. A corpus may have moved as a whole; the files of the tokenizer and of the chat template are
+    compared by content, elsewhere."""
+    now = spec.model_dump(mode="json")
+    for section, keys in _DECIDE.items():
+        stored, defaults = before.get(section, {}), type(getattr(spec, section)).model_fields
+        for key in keys:
+            old, new = stored.get(key, defaults[key].default), now[section][key]
+            are_files = key == "tokenizer" and old not in BUILT_IN_TOKENIZERS and new not in BUILT_IN_TOKENIZERS
+            has_moved = key == "paths" and _within(old) == _within(new)
+            if old != new and not are_files and not has_moved:
+                yield f"{section}.{key} (was {old}, is {new})"
+
+
+def _within(paths: Sequence[str]) -> list[str]:
+    """The paths within the folder that holds all of them."""
+    whole = [Path(path).absolute() for path in paths]
+    return [os.path.relpath(path, os.path.commonpath([each.parent for each in whole])) for path in whole]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from manta.workers.data.packed_conversations import Marks, PackedConversations
 from manta.workers.data.read_errors import is_of_the_storage, read_error
 from manta.workers.data.sources import (
     CorpusFile,
+    check_tokenizer,
     check_vocabulary,
     corpus_files,
     describe_corpus,
@@ -226,6 +227,10 @@ class _Tokenized:
     ) -> _CachedPart:
         trained = file if part.tokenizer == "bpe" else None
         row, info, is_new = cached_tokens(self.cache, files, part, tokenizer, trained, self.watcher)
+        if tokenizer.vocabulary > self.spec.vocabulary_size and len(row) and isinstance(tokenizer, FileTokenizer):
+            _, highest = _bounds(row, {"tokens": key_of(describe(files, part, tokenizer))}, self.cache, self.watcher)
+            whose = f"{describe_corpus(part)}, which has the token {tokenizer.text_of(highest)!r},"
+            check_vocabulary(self.spec, highest + 1, whose)
         if part.source != "chat":
             return _CachedPart(row, info, is_new)
         length, held_out = self.spec.model.sequence_length, part.validation_fraction
@@ -259,7 +264,7 @@ class _Tokenized:
         tokenizer = open_tokenizer(data, path)
         if isinstance(tokenizer, FileTokenizer):
             path = Path(tokenizer.path)
-        check_vocabulary(self.spec, tokenizer.vocabulary, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
+        check_tokenizer(self.spec, tokenizer, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
         return tokenizer, path
 
     def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float) -> None:
@@ -268,8 +273,11 @@ class _Tokenized:
         how = f"ready after {seconds:.1f} s" if new else "ready: they were made before"
         message = f"has {tokens} tokens of {documents} documents in {files} files of {describe_corpus(self.data)} {how}"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
+        without = sum(part.info.left_out for part in cached)
+        if without and self.data.source != "chat":
+            message += f"; {without} without text left out"
+            data |= {"left_out": without}
         if self.data.source == "chat":
-            without = sum(part.info.left_out for part in cached)
             cut = sum(part.row.cut for part in cached if isinstance(part.row, PackedConversations))
             message += f"; {without} without an answer are left out, {cut} are cut at the sequence's length"
             data |= {"left_out": without, "cut": cut}
@@ -316,7 +324,8 @@ def _dataset(
             row.close()
             continue
         of_this = [file for file in files if file.path in (f"{prefix}.bin", f"{prefix}.idx")]
-        lowest, highest = _bounds(row, of_this, cache, watcher)
+        changed = [[file.path, file.size, file.digest, Path(file.path).stat().st_mtime_ns] for file in of_this]
+        lowest, highest = _bounds(row, {"files": changed}, cache, watcher)
         if lowest < 0:
             raise DataError(f"{prefix}.bin holds {lowest}, which is not a token")
         check_vocabulary(spec, highest + 1, f"{prefix}.bin")
@@ -324,12 +333,11 @@ def _dataset(
     return rows[0] if len(rows) == 1 else _Joined(rows)
 
 
-def _bounds(row: IndexedTokens, files: Sequence[CorpusFile], cache: Path | None, watcher: Watcher) -> tuple[int, int]:
-    """Lowest and highest id of a dataset, which is read once for this."""
+def _bounds(row: IndexedTokens, content: dict[str, Any], cache: Path | None, watcher: Watcher) -> tuple[int, int]:
+    """Lowest and highest id of a dataset, which is read once for this. `content`: identifies its tokens."""
     if cache is None:
         return _scan(row, watcher)
-    changed = [[file.path, file.size, file.digest, Path(file.path).stat().st_mtime_ns] for file in files]
-    folder = cache / f"ids-{key_of({'files': changed})}"
+    folder = cache / f"ids-{key_of(content)}"
     path = folder / "ids.json"
     with locked(folder, watcher):
         try:

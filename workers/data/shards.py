@@ -74,10 +74,12 @@ def pieces_of(text: bytes, size: int) -> Iterator[bytes]:
 
 
 def _sections(file: CorpusFile, data: DataConfig, target: int, cuts_are_exact: bool) -> Iterator[Section]:
+    from manta.workers.data.rows import is_array
+
     kind = kind_of_file(file.path, data.source)
     if kind == "parquet":
         yield from _row_groups(file, target)
-    elif kind == "jsonl" and not is_compressed(file.path):
+    elif kind == "jsonl" and not is_compressed(file.path) and not is_array(file.path):
         yield from _between(file, target, re.compile(rb"\n"))
     elif data.source in ("text", "python-stdlib") and cuts_are_exact:
         yield from _between(file, target, CUT)

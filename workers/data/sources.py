@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from manta.workers.config import DataConfig, JobSpec, ValidationSet
 from manta.workers.data.read_errors import read_error
 from manta.workers.errors import DataError
+from manta.workers.system.regular_files import POINTER_BYTES, refuse_pointer
+
+if TYPE_CHECKING:
+    from manta.workers.data.tokenizer import Tokenizer
 
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".rst", ".py", ".text", ".log", ".csv", ".json", ".jsonl", ".html", ".xml"})
 SUFFIXES = {
@@ -21,6 +26,16 @@ SUFFIXES = {
 }
 SUFFIXES["chat"] = SUFFIXES["jsonl"] | SUFFIXES["parquet"]
 """File name suffixes by source, for directories."""
+_JSON = frozenset({".json", ".json.gz", ".json.zst"})
+OTHERWISE = {"jsonl": _JSON, "chat": _JSON}
+"""Suffixes by source that count in a directory without a file of SUFFIXES: beside one, .json is often a description."""
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+"""Compression of the files of lines that are read, by suffix."""
+_NOT_READ = {
+    ".bz2": "bzip2", ".xz": "xz", ".lzma": "lzma", ".lz4": "lz4", ".br": "brotli", ".zip": "zip", ".7z": "7-Zip",
+    ".tar": "tar", ".tgz": "tar", ".rar": "RAR",
+}  # fmt: skip
+"""Compression and archives that are not read."""
 # Parts of the standard library's folder that do not belong to it, and its tests, which are as large as the rest.
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
 
@@ -65,7 +80,7 @@ def kind_of_file(path: str, source: str) -> str:
 
 def is_compressed(path: str) -> bool:
     """Whether a file of lines is read through gzip or zstd."""
-    return path.lower().endswith((".gz", ".zst"))
+    return path.lower().endswith(tuple(COMPRESSED))
 
 
 def describe_corpus(data: DataConfig) -> str:
@@ -140,7 +155,7 @@ def check_data(spec: JobSpec) -> None:
     if spec.data.tokenizer_file is not None:
         from manta.workers.data.tokenizer import open_tokenizer
 
-        check_vocabulary(spec, open_tokenizer(spec.data).vocabulary, spec.data.tokenizer_file)
+        check_tokenizer(spec, open_tokenizer(spec.data), spec.data.tokenizer_file)
 
 
 def _known_tokens(data: DataConfig) -> int | None:
@@ -159,10 +174,27 @@ def _known_tokens(data: DataConfig) -> int | None:
 def check_vocabulary(spec: JobSpec, ids: int, whose: str) -> None:
     """Raise DataError if the token ids of `whose`, which are below `ids`, exceed those that the model knows."""
     if ids > spec.vocabulary_size:
+        what_to_do = f"set model.vocabulary_size to at least {ids}"
+        if spec.model.from_ is not None:
+            what_to_do = (
+                f"use the tokenizer of the weights in {spec.model.from_}, or add rows to these first (transformers' "
+                "resize_token_embeddings)"
+            )
         raise DataError(
             f"{whose} has token ids up to {ids - 1}, but the model knows those below {spec.vocabulary_size}: "
-            f"set model.vocabulary_size to at least {ids}"
+            f"{what_to_do}"
         )
+
+
+def check_tokenizer(spec: JobSpec, tokenizer: Tokenizer, whose: str) -> None:
+    """Raise DataError unless the model knows the ids of `tokenizer`. The tokenizer of weights may have added tokens
+    beyond those, often one for padding, as long as no text has one of them, which is seen once it is tokenized."""
+    from manta.workers.data.tokenizer import FileTokenizer
+
+    ids = tokenizer.vocabulary
+    if spec.model.from_ is not None and isinstance(tokenizer, FileTokenizer):
+        ids = tokenizer.vocabulary_of_texts
+    check_vocabulary(spec, ids, whose)
 
 
 def prefixes_of(files: Sequence[CorpusFile]) -> list[str]:
@@ -173,10 +205,14 @@ def prefixes_of(files: Sequence[CorpusFile]) -> list[str]:
 def _datasets_at(name: str) -> list[CorpusFile]:
     """Both files of each dataset: `name` is one of them, their prefix, or a directory of them."""
     path = Path(name)
+    beside = Path(f"{path}.idx")
     if path.is_dir():
         indices = [Path(file.path) for file in _files_below(path, SUFFIXES["megatron"], frozenset())]
-        if not indices:
+        if indices and beside.is_file():
+            raise DataError(f"{path} is a folder of indexed datasets, and {beside} is beside it: name the .idx files")
+        if not indices and not beside.is_file():
             raise DataError(f"no indexed dataset below {path} (looked for .idx)")
+        indices = indices or [beside]
     else:
         prefix = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
         indices = [Path(f"{prefix}.idx")]
@@ -191,14 +227,17 @@ def _datasets_at(name: str) -> list[CorpusFile]:
 
 def _files_at(path: Path, source: str) -> list[CorpusFile]:
     if path.is_dir():
-        files = _files_below(path, SUFFIXES[source], frozenset({"__pycache__"}))
+        left_out, otherwise = frozenset({"__pycache__"}), OTHERWISE.get(source, frozenset())
+        files = _files_below(path, SUFFIXES[source], left_out) or _files_below(path, otherwise, left_out)
         if not files:
-            raise DataError(f"no {source} file below {path} (looked for {', '.join(sorted(SUFFIXES[source]))})")
+            wanted = ", ".join(sorted(SUFFIXES[source] | otherwise))
+            raise DataError(f"no {source} file below {path} (looked for {wanted})")
         return files
     if not path.exists():
         raise DataError(f"no such file or directory: {path}")
     if not path.is_file():
         raise DataError(f"not a regular file: {path}")
+    _refuse_compressed(path, _NOT_READ if source in OTHERWISE else _NOT_READ | COMPRESSED)
     file = _readable(path)
     return [file] if file.size else []
 
@@ -206,16 +245,19 @@ def _files_at(path: Path, source: str) -> list[CorpusFile]:
 def _files_below(
     root: Path, suffixes: frozenset[str], left_out: frozenset[str], whole: bool = True
 ) -> list[CorpusFile]:
-    """Links to folders are not followed: a target below `root` would be read twice, and another target is an error if
-    the `whole` is wanted."""
+    """Hidden files and folders are left out. Links to folders are not followed: a target below `root` would be read
+    twice. If the `whole` is wanted, a link to another target is an error, and so is a file that only its compression
+    keeps from being read."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise_unreadable):
         folders[:] = sorted(name for name in folders if name not in left_out and not name.startswith("."))
         for path in (Path(folder) / name for name in folders):
             if whole and path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root)):
                 raise DataError(f"{path} is a link to a folder elsewhere, which is not followed: name it in data.paths")
-        for name in sorted(names):
+        for name in sorted(name for name in names if not name.startswith(".")):
             path = Path(folder) / name
+            if whole and path.stem.lower().endswith(tuple(suffixes)) and path.stem not in names:
+                _refuse_compressed(path, _NOT_READ)
             if path.suffix and name.lower().endswith(tuple(suffixes)) and path.is_file():
                 file = _readable(path)
                 if file.size:
@@ -227,7 +269,17 @@ def _readable(path: Path) -> CorpusFile:
     if not os.access(path, os.R_OK):
         path.stat()  # it does not say whether it is for lack of permission
         raise DataError(f"cannot be read: {path} (permission denied)")
-    return CorpusFile(str(path), path.stat().st_size)
+    size = path.stat().st_size
+    if size <= POINTER_BYTES:
+        refuse_pointer(path)
+    return CorpusFile(str(path), size)
+
+
+def _refuse_compressed(path: Path, not_read: Mapping[str, str]) -> None:
+    compression = not_read.get(path.suffix.lower())
+    if compression is not None:
+        lines = "" if path.suffix.lower() in COMPRESSED else ", or, if it has lines of JSON, compress it as .gz or .zst"
+        raise DataError(f"{path} is compressed ({compression}) in a way that is not read here: decompress it{lines}")
 
 
 def _raise_unreadable(error: OSError) -> None:

@@ -33,7 +33,7 @@ from manta.workers.data.read_errors import is_of_the_storage, read_error
 from manta.workers.data.shards import Shard, shards_of
 from manta.workers.data.sources import CorpusFile, describe_corpus
 from manta.workers.data.token_process import Counts, Order, ShardResult, tokenize_shards
-from manta.workers.data.tokenizer import Tokenizer
+from manta.workers.data.tokenizer import FileTokenizer, Tokenizer
 from manta.workers.data.unchanged_file import digest_of
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.system.regular_files import open_regular
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 """Version of the cache. Incremented by a change after which the same corpus has different tokens."""
+SECOND_FORMAT = 2
+"""Version for conversations, and for texts that an added token keeps from being split: since 0.4.0 these have other
+tokens."""
 WAIT_SECONDS = 0.25
 TOKENS = "tokens"
 MARKS = "marks"
@@ -63,7 +66,7 @@ class TokenInfo:
     sample: str
     """Digest of samples of the tokens (`unchanged_file.digest_of`)."""
     left_out: int = 0
-    """Conversations without an answer."""
+    """Conversations without an answer, or documents without text."""
 
 
 class Watcher:
@@ -89,11 +92,11 @@ NO_WATCHER = Watcher()
 def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Everything that the tokens of `files` depend on. Files are considered unchanged if path, size, samples and
     modification time are. Raises DataError."""
-    chat = {}
+    more: dict[str, Any] = {"special_tokens": True} if data.special_tokens else {}
     if data.source == "chat":
-        chat = {"template": _template(data).digest, "learned": "answers" if data.learns_answers else "all"}
-    return chat | {
-        "format": FORMAT,
+        more |= {"template": _template(data).digest, "learned": "answers" if data.learns_answers else "all"}
+    return more | {
+        "format": _format(data, tokenizer),
         "source": data.source,
         "text_key": data.key if data.source in ("jsonl", "parquet", "chat") else None,
         "tokenizer": tokenizer.digest,
@@ -101,6 +104,12 @@ def describe(files: Sequence[CorpusFile], data: DataConfig, tokenizer: Tokenizer
         "dtype": dtype_for(tokenizer.vocabulary),
         "files": [[file.path, file.size, file.digest, _changed_at(file)] for file in files],
     }
+
+
+def _format(data: DataConfig, tokenizer: Tokenizer) -> int:
+    if data.source in ("text", "python-stdlib") and isinstance(tokenizer, FileTokenizer):
+        return SECOND_FORMAT if tokenizer.has_tokens_across_cuts else FORMAT
+    return SECOND_FORMAT if data.source == "chat" else FORMAT
 
 
 def key_of(description: dict[str, Any]) -> str:

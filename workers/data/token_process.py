@@ -29,7 +29,7 @@ from manta.workers.data.documents import Text, raw_pieces_of, texts_of
 from manta.workers.data.read_errors import answer_of
 from manta.workers.data.shards import Section
 from manta.workers.data.sources import is_compressed, kind_of_file
-from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer, tokens_around
 from manta.workers.errors import DataError, DataNotStored
 from manta.workers.system.processes import ParentDeathSignal
 
@@ -85,7 +85,7 @@ class ShardResult:
     digest: str
     """SHA-256 of its tokens, and of their marks."""
     left_out: int = 0
-    """Conversations without an answer."""
+    """Conversations without an answer, or documents without text."""
 
 
 def stem(folder: str | Path, number: int) -> Path:
@@ -142,7 +142,7 @@ class _Writer:
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, order: Order, progress: Callable[[int, int], None]):
         self._data, self._tokenizer, self._folder, self._progress = data, tokenizer, order.folder, progress
         self._dtype = np.dtype(order.dtype)
-        self._end = tokenizer.end_of_document
+        self._before, self._after = tokens_around(data, tokenizer)
         self._template = None if order.template is None else _template_of(order.template)
         self._left_out = 0
 
@@ -198,6 +198,9 @@ class _Writer:
         size = 0
         cuts_are_exact = self._template is None and self._tokenizer.cuts_are_exact
         for text in texts_of(section, self._data, cuts_are_exact, self._template):
+            if not text.text:
+                self._left_out += 1
+                continue
             batch.append(text)
             size += len(text.text)
             if size >= BATCH_CHARACTERS:
@@ -225,15 +228,16 @@ class _Writer:
             encoded: Sequence[Any] = self._encode([each.text for each in batch], batch)
         else:
             encoded = [each.content for each in batch]
-        end = [] if self._end is None else [self._end]
         parts, arrays = [], []
         for each, ids in zip(batch, encoded, strict=True):
-            tail = end if each.ends else []
+            tail = self._after if each.ends else []
             if isinstance(ids, bytes):
+                head: list[int] = []
                 arrays += [np.frombuffer(ids, np.uint8).astype(self._dtype), np.array(tail, self._dtype)]
             else:
-                arrays.append(np.frombuffer(array(_CODES[self._dtype], ids + tail), self._dtype))
-            parts.append((len(ids) + len(tail), each.ends))
+                head = self._before if each.begins else []
+                arrays.append(np.frombuffer(array(_CODES[self._dtype], head + ids + tail), self._dtype))
+            parts.append((len(head) + len(ids) + len(tail), each.ends))
         return _Encoded(np.concatenate(arrays), parts)
 
     def _encode(self, texts: list[Any], batch: list[Text]) -> Sequence[Any]:

@@ -1,7 +1,7 @@
 """Tokenizers: bytes, and those of Hugging Face's library `tokenizers`, which is imported only where one is read.
 
-Texts are encoded as they are: no token is added before or after them except the one that ends a document, which is
-added elsewhere (`token_process.py`).
+Texts are encoded as they are: the tokens before and after a document (`tokens_around`) are added elsewhere
+(`token_process.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -123,15 +124,34 @@ class FileTokenizer:
         if not ids:
             raise DataError(f"{path} has no tokens: it is a tokenizer that was never trained")
         self.vocabulary = 1 + max(ids.values())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.vocabulary_of_texts = 1 + max((number for number in ids.values() if number not in added), default=-1)
+        """One more than the highest id that does not stand for an added token, such as one for padding."""
         self.end_of_document = self._end(end_of_document, ids, needs_end)
-        self._exact: bool | None = None
 
     @property
     def cuts_are_exact(self) -> bool:
         """See `Tokenizer`. Tested on sample texts, since a tokenizer's file may contain any rule."""
-        if self._exact is None:
-            self._exact = all(self._survives_cuts(text) for text in _SAMPLE_TEXTS)
-        return self._exact
+        return self._splits_texts and not self.has_tokens_across_cuts
+
+    @cached_property
+    def _splits_texts(self) -> bool:
+        return all(map(self._survives_cuts, _SAMPLE_TEXTS))
+
+    @cached_property
+    def has_tokens_across_cuts(self) -> bool:
+        """Whether only an added token, which contains or takes in a line feed, keeps texts from being split there."""
+        added = [each.content for each in self._tokenizer.get_added_tokens_decoder().values()]
+        sample = "".join(f"a{each}b\n{each}\nc {each} d\n" for each in added)
+        return bool(added) and self._splits_texts and not self._survives_cuts(sample)
+
+    @cached_property
+    def added_around(self) -> tuple[list[int], list[int]]:
+        """Ids that the file's post-processor puts before a text, and after it."""
+        encoded = self._tokenizer.encode("a")
+        bare = len(self._tokenizer.encode("a", add_special_tokens=False).ids)
+        before = list(encoded.special_tokens_mask).index(0) if bare else 0
+        return encoded.ids[:before], encoded.ids[before + bare :]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text's tokens, without those that its post-processor would add."""
@@ -198,7 +218,17 @@ def tokenizer_path(path: str | Path) -> Path:
 def file_tokenizer(data: DataConfig, path: str | Path, content: bytes | None = None) -> FileTokenizer:
     """The tokenizer of `data` whose file is `path`, or holds `content`. Raises DataError."""
     # The end of a conversation is known without a token for it.
-    return FileTokenizer(path, data.end_of_document, content, needs_end=data.source != "chat")
+    tokenizer = FileTokenizer(path, data.end_of_document, content, needs_end=data.source != "chat")
+    if data.special_tokens and not any(tokenizer.added_around):
+        raise DataError(f"{path} adds no special tokens to a text: leave data.special_tokens out")
+    return tokenizer
+
+
+def tokens_around(data: DataConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that are put before a document of `data`, and after it."""
+    before, after = tokenizer.added_around if data.special_tokens and isinstance(tokenizer, FileTokenizer) else ([], [])
+    end = [] if tokenizer.end_of_document is None else [tokenizer.end_of_document]
+    return before, after if after[-1:] == end else after + end
 
 
 def open_tokenizer(data: DataConfig, trained: str | Path | None = None) -> Tokenizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,7 @@ from manta.workers.checkpoint.catalog import Manifest, manifest_of, while_read
 from manta.workers.checkpoint.durable import Rectangle, load
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.config import DataConfig, JobSpec, ParallelConfig
 from manta.workers.data.tokenizer import (
     FILE_NAME,
     Marks,
@@ -21,6 +22,7 @@ from manta.workers.data.tokenizer import (
     file_tokenizer,
     open_tokenizer,
     tokenizer_path,
+    tokens_around,
 )
 from manta.workers.errors import DataError
 from manta.workers.model.stage import Chunk, ModelStage
@@ -101,13 +103,14 @@ class LoadedModel:
 class TextTokens:
     """A tokenizer for single texts, in both directions."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer, self.end = tokenizer, tokenizer.end_of_document
+    def __init__(self, tokenizer: Tokenizer, begin: Sequence[int] = ()):
+        """`begin`: tokens before each document."""
+        self._tokenizer, self._begin, self.end = tokenizer, begin, tokenizer.end_of_document
         """The token that ends a document; None if there is none."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without an end token."""
-        return list(self._tokenizer.encode([text])[0])
+    def encode(self, text: str, begins: bool = False) -> list[int]:
+        """Token ids of a text, without an end token. `begins`: whether a document begins with it."""
+        return [*(self._begin if begins else ()), *self._tokenizer.encode([text])[0]]
 
     def encode_marked(self, text: str, spans: Spans) -> tuple[list[int], Marks]:
         """Token ids of a text, and which of them contain a character of its `spans`."""
@@ -128,7 +131,12 @@ def text_tokens_of(spec: JobSpec, checkpoint: Location) -> TextTokens:
     for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
         with contextlib.suppress(OSError):
             content = files_of(folder).read(folder / FILE_NAME)
-            return TextTokens(file_tokenizer(data, str(folder / FILE_NAME), content))
+            return _of_file(data, str(folder / FILE_NAME), content)
     if data.tokenizer_file is None:
         raise DataError(f"the tokenizer of this job is not kept next to {checkpoint}: there is no {FILE_NAME}")
-    return TextTokens(file_tokenizer(data, tokenizer_path(data.tokenizer_file)))
+    return _of_file(data, tokenizer_path(data.tokenizer_file))
+
+
+def _of_file(data: DataConfig, path: str | Path, content: bytes | None = None) -> TextTokens:
+    tokenizer = file_tokenizer(data, path, content)
+    return TextTokens(tokenizer, tokens_around(data, tokenizer)[0])

@@ -61,7 +61,7 @@ def text(
         )
     total, counted, size = 0.0, 0, 0
     for document in documents:
-        ids = tokens.encode(document)
+        ids = tokens.encode(document, begins=True)
         log_likelihood, count = text_log_likelihood(model, ids, stride, batch_size)
         if count:  # in a document of one token nothing is predicted, so its bytes do not count
             total, counted, size = total + log_likelihood, counted + count, size + len(document.encode())
@@ -78,7 +78,7 @@ def last_word(model: LoadedModel, tokens: TextTokens, passages: Sequence[str], b
         before, space, word = passage.rstrip().rpartition(" ")
         if not before or not word:
             raise InvalidTask(f"passage {number} has less than two words: {passage[:60]!r}")
-        pairs.append((tokens.encode(before), tokens.encode(space + word)))
+        pairs.append((tokens.encode(before, begins=True), tokens.encode(space + word)))
     scores = score(model, pairs, batch_size)
     loss = -sum(each.log_likelihood for each in scores) / sum(each.tokens for each in scores)
     right = sum(each.is_greedy for each in scores)
@@ -97,7 +97,9 @@ class Question:
 
 def choices(model: LoadedModel, tokens: TextTokens, questions: Sequence[Question], batch_size: int = 8) -> Accuracy:
     """How often the right answer is the most likely one after its question."""
-    pairs = [(tokens.encode(each.text), tokens.encode(choice)) for each in questions for choice in each.choices]
+    pairs = [
+        (tokens.encode(each.text, begins=True), tokens.encode(choice)) for each in questions for choice in each.choices
+    ]
     scores = iter(score(model, pairs, batch_size))
     right = right_by_length = 0
     for question in questions:

@@ -41,7 +41,8 @@ def _vocabulary_holds_tokenizer(spec: JobSpec) -> Iterator[Problem]:
             "of the tokenizer that made them",
             "50257",
         )
-    if size is not None and data.token_ids is not None and size < data.token_ids:
+    is_read = spec.model.from_ is not None and data.tokenizer_file is not None  # which of its ids occur is seen then
+    if size is not None and data.token_ids is not None and size < data.token_ids and not is_read:
         name = "the tokenizer's" if data.tokenizer_file else f"the {data.tokenizer} tokenizer's"
         yield Problem(
             "model.vocabulary_size",
@@ -74,6 +75,10 @@ def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
             f"the bytes tokenizer supports {END_OF_TEXT} (id {BYTE_VOCABULARY}) and none, not {data.end_of_document!r}",
             END_OF_TEXT,
         )
+    if data.special_tokens and (data.tokenizer_file is None or data.source in ("chat", "megatron")):
+        of = {"chat": "the chat template writes all of them", "megatron": "the tokens are made already"}
+        problem = of.get(data.source, f"the {data.tokenizer} tokenizer adds none to a text")
+        yield Problem("data.special_tokens", problem, "false")
     if not data.tokenizer.strip() or "\0" in data.tokenizer:
         yield Problem("data.tokenizer", "must be bytes, bpe, or the path of a tokenizer.json", "bytes")
 

@@ -14,6 +14,7 @@ from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.config.train import MIN_LEARNING_RATE
 from manta.workers.data.read_errors import at_submission
 from manta.workers.data.roots import ANYWHERE, DataRoots
+from manta.workers.data.sources import check_tokenizer
 from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable, WeightsError
 from manta.workers.spec.problems import Problem, SpecError
@@ -124,6 +125,10 @@ def with_vocabulary(spec: JobSpec) -> JobSpec:
         raise SpecError([Problem("data.tokenizer_vocabulary", problem, str(size))])
     resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"tokenizer_vocabulary": size})})
     problems = find_problems(resolved)
+    try:
+        check_tokenizer(resolved, tokenizer, file)
+    except DataError as error:
+        problems = problems or [Problem("data.tokenizer", str(error))]
     if problems:
         raise SpecError(problems)
     return resolved

@@ -17,6 +17,9 @@ from typing import IO, Literal
 
 MAX_SETTINGS_BYTES = 16 * 2**20
 """Maximum size of JSON with settings, such as a config.json or tokenizer_config.json."""
+POINTER_BYTES = 1024
+"""Maximum size of a pointer of Git LFS (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
 _BLOCK = 2**20
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -46,7 +49,8 @@ def open_regular(
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """The content of a regular file of at most `max_bytes` bytes. Raises OSError, whose `strerror` names the limit."""
+    """The content of a regular file of at most `max_bytes` bytes. Raises OSError, whose `strerror` names the limit, or
+    says that it is a pointer of Git LFS."""
     content = bytearray()
     with open_regular(path, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -55,7 +59,21 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
             size = max(size, len(content))
     if size > max_bytes:
         raise OSError(errno.EFBIG, f"it has {size} bytes or more, and at most {max_bytes} are read", os.fspath(path))
+    _refuse_pointer(content, path)
     return bytes(content)
+
+
+def refuse_pointer(path: str | os.PathLike[str]) -> None:
+    """Raise OSError, whose `strerror` says so, if a file is a pointer of Git LFS instead of the content itself."""
+    with open_regular(path, buffering=0) as file:
+        if os.fstat(file.fileno()).st_size <= POINTER_BYTES:
+            _refuse_pointer(file.read(len(_POINTER)), path)
+
+
+def _refuse_pointer(content: bytes | bytearray, path: str | os.PathLike[str]) -> None:
+    if len(content) <= POINTER_BYTES and content.startswith(_POINTER):
+        missing = "a pointer of Git LFS, whose content is not here: git lfs pull fetches it"
+        raise OSError(errno.ENODATA, missing, os.fspath(path))
 
 
 def _refuse_others(status: os.stat_result, path: str | os.PathLike[str]) -> None:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 from manta.workers.config import JobSpec
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
-from manta.workers.system.regular_files import open_regular, read_regular
+from manta.workers.system.regular_files import open_regular, read_regular, refuse_pointer
 from manta.workers.weights.mapping import HuggingFaceTensor, huggingface_tensors
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 ONE_FILE = "model.safetensors"
 INDEX = f"{ONE_FILE}.index.json"
+ADAPTER = "adapter_model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of a number, by the dtypes that can be read."""
 _ALL_BYTES = {**BYTES, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -65,12 +66,15 @@ def check_weights(spec: JobSpec) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that contain the weights in `folder`. Raises WeightsError."""
+    """The files that contain the weights in `folder`: as for transformers, an index beside a whole file is left from
+    an earlier save. Raises WeightsError."""
+    if _is_there(folder / ADAPTER):
+        raise WeightsError(f"{folder / ADAPTER} is an adapter, which is not read: merge it into the weights first")
+    if _is_there(folder / ONE_FILE):
+        return [folder / ONE_FILE]
     index = folder / INDEX
     if _is_there(index):
         return sorted(set(_weight_map(index).values()))
-    if _is_there(folder / ONE_FILE):
-        return [folder / ONE_FILE]
     pickles = next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in _listed(folder, pattern)), None)
     if pickles is not None:
         raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
@@ -92,7 +96,7 @@ def _is_there(path: Path) -> bool:
 
 def _listed(folder: Path, pattern: str) -> list[Path]:
     try:
-        return sorted(folder.glob(pattern))
+        return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
     except OSError as error:
         raise weights_error(folder, error) from error
 
@@ -113,10 +117,10 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
         at[tensor.name] = here
         used.add(here.name)
     tied = {"lm_head.weight"} if spec.model.tie_embeddings else set()
-    for name in headers.keys() - used - tied:
-        if not name.endswith(_BUFFERS):
-            file = headers[name].file
-            raise WeightsError(f"{file}: nothing in the model of config.json is called {name}")
+    unknown = sorted(name for name in headers.keys() - used - tied if not name.endswith(_BUFFERS))
+    if unknown:
+        names = ", nor ".join(unknown[:5]) + (f", nor {len(unknown) - 5} more" if unknown[5:] else "")
+        raise WeightsError(f"{headers[unknown[0]].file}: nothing in the model of config.json is called {names}")
     return at
 
 
@@ -148,7 +152,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
                 raise WeightsError(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {file}")
             tensors[tensor.name] = tensor
     index = folder / INDEX
-    for name, file in _weight_map(index).items() if _is_there(index) else ():
+    for name, file in () if _is_there(folder / ONE_FILE) else _weight_map(index).items():
         if name not in tensors or tensors[name].file != file:
             raise WeightsError(f"{file} does not hold {name}, which {index} says")
     return tensors
@@ -170,6 +174,7 @@ def _weight_map(index: Path) -> dict[str, Path]:
 
 def _header(file: Path) -> Iterator[FileTensor]:
     try:
+        refuse_pointer(file)
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")

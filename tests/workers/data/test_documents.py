@@ -14,7 +14,7 @@ import zstandard
 from engine_specs import axes, spec
 
 from manta.workers.config import DataConfig
-from manta.workers.data import documents
+from manta.workers.data import documents, json_array, rows
 from manta.workers.data.batches import NO_TARGET, Batches, Documents
 from manta.workers.data.documents import raw_pieces_of, texts_of
 from manta.workers.data.shards import Section
@@ -31,7 +31,7 @@ def section(path: Path, **changes) -> Section:
 def read(path: Path, source: str, exact: bool = True, **data) -> list[str]:
     config = DataConfig(source=source, paths=[str(path)], **data)
     stop = {"stop": -1} if source == "parquet" else {}
-    return [each.text for each in texts_of(section(path, **stop), config, exact)]
+    return [each.text for each in texts_of(section(path, **stop), config, exact) if each.text]
 
 
 def lines(texts, key="text") -> bytes:
@@ -74,7 +74,6 @@ WRONG_LINES = [
     (b"[1]", 'not an object such as {"text": ...}'),
     (b'{"content": "a", "id": 1}', "no key 'text', only 'content', 'id': set data.text_key"),
     (b"{}", "no key 'text', only none"),
-    (b'{"text": null}', "'text' holds null, not text"),
     (b'{"text": 3}', "'text' holds a number, not text"),
     (b'{"text": ["a"]}', "'text' holds a list, not text"),
     (b'{"text": "\xff"}', "not UTF-8 (invalid start byte at byte 10 of the line)"),
@@ -123,6 +122,51 @@ def test_uncompressed_file_with_a_compressed_suffix_is_refused_by_name(tmp_path,
         read(path, "jsonl")
 
 
+@pytest.mark.parametrize("block", [1, 7, 64, 2**20])
+@pytest.mark.parametrize("kind", ["", ".gz", ".zst"])
+def test_entries_of_a_json_array_are_documents(tmp_path, monkeypatch, kind, block):
+    monkeypatch.setattr(rows, "_BLOCK", block)
+    texts = ["] of", '", {"', "Größe 🙂\n", *(f"{n}" * n * block for n in range(5))]
+    for indent in (None, 0, 3):
+        entries = [{"text": text, "more": [1.5, {"a": None}]} for text in texts]
+        written = f" \n{json.dumps(entries, indent=indent, ensure_ascii=False)}\n\n".encode()
+        path = write_compressed(tmp_path, b"\xef\xbb\xbf" * (indent is None) + written, kind)
+        assert read(path, "jsonl") == [text for text in texts if text]
+    assert read(write_compressed(tmp_path, b"[ ]", kind), "jsonl") == []
+
+
+WRONG_ARRAYS = [
+    (b'[{"text": "a"}, {"text": 3}]', ", entry 2: 'text' holds a number, not text"),
+    (b'[{"text": "a"}, "b"]', ', entry 2: not an object such as {"text": ...}'),
+    (b'[{"text": "a"} {"text": "b"}]', ", after entry 1: not valid JSON (a comma or ] is missing)"),
+    (b'[{"text": "a"}, {"text" "b"}, {"text": "c"}]', ", entry 2: not valid JSON (Expecting ':' delimiter)"),
+    (b'[{"text": "a"},', ", entry 2: not valid JSON (Expecting value)"),
+    (b'[{"text": "a"}', ": the JSON array is cut short"),
+    (b'[{"text": "a"}, {"text": "b', ", entry 2: not valid JSON (Unterminated string starting at)"),
+    (b'[{"text": "a"}]\n{"text": "b"}', ": not valid JSON (something follows the array)"),
+    (b'[{"text": "\xff"}]', ": not UTF-8 (invalid start byte)"),
+    (b"[" * 100_000, ", entry 1: not valid JSON (maximum recursion depth exceeded"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_ARRAYS, ids=[str(n) for n in range(len(WRONG_ARRAYS))])
+def test_invalid_json_array_is_reported_with_file_and_entry(tmp_path, content, said):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "a.json", "jsonl")
+    assert str(error.value).startswith(f"{tmp_path / 'a.json'}{said}")
+
+
+def test_long_json_array_is_read_an_entry_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_array, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(rows, "_BLOCK", 100)
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 300}] * 100))
+    assert len(read(tmp_path / "a.json", "jsonl")) == 100
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 3000}] * 2))
+    with pytest.raises(DataError, match=r"a\.json, entry 1 has no end within 1000 characters"):
+        read(tmp_path / "a.json", "jsonl")
+
+
 def parquet(path: Path, column, rows: int = 2) -> Path:
     pyarrow.parquet.write_table(pyarrow.table({"id": range(len(column)), "text": column}), path, row_group_size=rows)
     return path
@@ -133,11 +177,29 @@ def test_a_row_of_parquet_is_a_document(tmp_path):
 
 
 def test_section_of_a_parquet_file_gives_only_its_own_row_groups(tmp_path):
-    path = parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", None])
+    path = parquet(tmp_path / "a.parquet", ["a", "b", "c", "d", "e"])
     config = DataConfig(source="parquet", paths=[str(path)])
     assert [each.text for each in texts_of(section(path, start=1, stop=2), config, True)] == ["c", "d"]
-    with pytest.raises(DataError, match=rf"{path}, row 5: column 'text' holds null, not text"):
-        list(texts_of(section(path, start=2, stop=3), config, True))
+
+
+@pytest.mark.parametrize("none", [None, ""])
+def test_null_and_empty_texts_are_empty_documents_in_every_format(tmp_path, none):
+    texts = ["a", none, "b"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts]))
+    (tmp_path / "a.jsonl").write_bytes(lines(texts))
+    parquet(tmp_path / "a.parquet", texts)
+    for name, source in (("a.json", "jsonl"), ("a.jsonl", "jsonl"), ("a.parquet", "parquet")):
+        stop = {"stop": -1} if source == "parquet" else {}
+        config = DataConfig(source=source, paths=["a"])
+        found = texts_of(section(tmp_path / name, **stop), config, True)
+        assert [(each.text, each.ends) for each in found] == [("a", True), ("", True), ("b", True)]
+
+
+@pytest.mark.parametrize("kind", [pyarrow.binary(), pyarrow.large_binary(), pyarrow.large_string()], ids=str)
+def test_parquet_texts_of_other_types_are_decoded(tmp_path, kind):
+    texts = [text for text in TEXTS if text]
+    column = pyarrow.array([text if kind == pyarrow.large_string() else text.encode() for text in texts], kind)
+    assert read(parquet(tmp_path / "a.parquet", column), "parquet") == texts
 
 
 def test_bad_parquet_is_refused_with_its_column_row_or_file(tmp_path):
@@ -159,9 +221,10 @@ def test_bad_parquet_is_refused_with_its_column_row_or_file(tmp_path):
 
 def test_parquet_that_is_not_utf8_is_named(tmp_path):
     column = pyarrow.array([b"good", b"b\xffd"], pyarrow.binary()).cast(pyarrow.string(), safe=False)
-    path = parquet(tmp_path / "a.parquet", column)
-    with pytest.raises(DataError, match=r"row 2: not UTF-8 .invalid start byte at byte 1"):
-        read(path, "parquet")
+    for number, each in enumerate((column, pyarrow.array([b"good", b"b\xffd"], pyarrow.binary()))):
+        path = parquet(tmp_path / f"{number}.parquet", each)
+        with pytest.raises(DataError, match=r"row 2: not UTF-8 .invalid start byte at byte 1"):
+            read(path, "parquet")
 
 
 def test_text_file_is_one_document_whole_or_cut_into_pieces(tmp_path, monkeypatch):

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 
 from manta.workers.config import BatchRamp, DataConfig, JobSpec, ModelConfig, ParallelConfig, TrainConfig
 from manta.workers.data import order as module
-from manta.workers.data.batch_plan import BatchPlan, leaf_share, micro_batches, replica_micro_batches, replica_share
+from manta.workers.data.batch_plan import (
+    BatchPlan,
+    changed_sample_keys,
+    leaf_share,
+    micro_batches,
+    replica_micro_batches,
+    replica_share,
+)
 from manta.workers.data.batches import BlendedHeldOut, HeldOut, validation_sets
 from manta.workers.data.order import Blend, SampleOrder, SkippedSamples, blended, integer_shares
 from manta.workers.data.prepare import ByteCorpus
@@ -363,3 +370,28 @@ def test_the_first_replica_runs_most_micro_batches(batch, replicas, size):
         train = spec.train.model_copy(update={"global_batch_size": batch, "deterministic": deterministic})
         spec = spec.model_copy(update={"train": train})
         assert spec.micro_batches == len(replica_micro_batches(range(batch), spec, 0))
+
+
+A_AND_B = {"source": "text", "paths": ["/data/a/t.txt", "/data/b/t.txt"], "tokenizer": "/data/tokenizer.json"}
+
+
+@pytest.mark.parametrize(
+    ("data", "changed"),
+    [
+        ({"paths": ["/moved/x/a/t.txt", "/moved/x/b/t.txt"], "tokenizer": "/moved/tokenizer.json"}, []),
+        ({"documents": "apart", "end_of_document": "</s>"}, ["data.end_of_document (was None, is </s>)"]),
+        ({"paths": ["/data/b/t.txt", "/data/a/t.txt"]}, [
+            "data.paths (was ['/data/a/t.txt', '/data/b/t.txt'], is ['/data/b/t.txt', '/data/a/t.txt'])"]),
+        ({"paths": ["/data/a/t.txt"]}, ["data.paths (was ['/data/a/t.txt', '/data/b/t.txt'], is ['/data/a/t.txt'])"]),
+        ({"tokenizer": "bpe"}, ["data.tokenizer (was /data/tokenizer.json, is bpe)"]),
+        ({"special_tokens": True}, ["data.special_tokens (was False, is True)"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_give_steps_other_samples_are_named_and_a_moved_corpus_is_not(data, changed):
+    stored = spec(data=A_AND_B).model_dump(mode="json")
+    del stored["data"]["special_tokens"]  # as stored by a release without it
+    assert list(changed_sample_keys(spec(data=A_AND_B | data), stored)) == changed
+    assert (
+        list(changed_sample_keys(spec(parallel={"data": 2}, train={"steps": 9}), spec().model_dump(mode="json"))) == []
+    )

@@ -13,12 +13,15 @@ import torch
 from engine_specs import spec
 from megatron_files import DOCUMENTS, megatron_dataset
 from tokenizer_files import TEXT, RecordingWatcher, byte_level, plain_tokens
+from tokenizers import Tokenizer
 
 from manta.workers.data import prepare, unchanged_file
 from manta.workers.data.batches import Batches
 from manta.workers.data.prepare import open_corpus
 from manta.workers.data.sources import check_data
 from manta.workers.errors import DataError
+from manta.workers.spec.problems import SpecError
+from manta.workers.spec.submitted import with_vocabulary
 
 CPU = torch.device("cpu")
 DATASETS = {"good": [1, 2, 3], "empty": [], "negative": [1, -1, 2], "large": [1, 9999]}
@@ -50,6 +53,26 @@ def test_a_directory_is_one_row_of_its_files_tokens(texts, file, tmp_path):
     assert message.startswith(f"has {len(expected)} tokens of 180 documents in 3 files of {texts} ready after ")
     assert (data["tokens"], data["documents"], data["files"], data["made"]) == (len(expected), 180, 3, True)
     assert data["seconds"] > 0
+
+
+def test_added_token_beyond_the_weights_is_accepted_until_a_text_has_it(texts, file, tmp_path):
+    library = Tokenizer.from_file(str(file))
+    library.add_special_tokens(["[PAD]"])
+    library.save(str(tmp_path / "padded.json"))
+    model = {"vocabulary_size": 400, "from": str(tmp_path / "weights")}
+    padded = with_vocabulary(job([texts], tmp_path / "padded.json", model))
+    corpus = open_corpus(padded, tmp_path / "cache")
+    assert corpus.read(0, len(corpus)).tolist() == plain_tokens(file, TEXT[:180])
+    (texts / "4.jsonl").write_text('{"text": "some [PAD] text"}')
+    for _ in range(2):
+        with pytest.raises(
+            DataError,
+            match=r"which has the token '\[PAD\]', has token ids up to 400, but the model .*"
+            r"below 400: use the tokenizer of the weights in .*weights, or add rows to these first",
+        ):
+            open_corpus(padded, tmp_path / "cache")
+    with pytest.raises(SpecError, match=r"has token ids up to 399, but the model knows those below 300: use the token"):
+        with_vocabulary(job([texts], tmp_path / "padded.json", model | {"vocabulary_size": 300}))
 
 
 def test_with_weights_each_path_is_a_part_and_has_a_cache_of_its_own(texts, file, tmp_path):

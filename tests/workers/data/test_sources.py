@@ -35,7 +35,8 @@ def folder(tmp_path) -> Path:
         (tmp_path / name).write_text(f"text of {name}")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     (tmp_path / "empty.txt").touch()
-    (tmp_path / ".txt").write_text("a name, not a kind of file")
+    (tmp_path / ".txt").write_text("hidden")
+    (tmp_path / "._a.md").write_bytes(b"\x00\x05\x16\x07 as a Mac leaves it")
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "d.txt").write_text("hidden")
     (tmp_path / "link.txt").symlink_to(tmp_path / "nowhere")
@@ -88,6 +89,74 @@ def test_the_standard_library_is_found_without_its_tests_and_packages():
     assert {"os.py", "ast.py"} <= {path.name for path in files}
     assert all(path.suffix == ".py" for path in files)
     assert not any({"site-packages", "test", "__pycache__"} & set(path.parts) for path in files)
+
+
+def names_of(source: str, folder: Path) -> list[str]:
+    files = corpus_files(DataConfig(source=source, paths=(str(folder),)))
+    return [str(Path(file.path).relative_to(folder)) for file in files]
+
+
+@pytest.mark.parametrize("source", ["jsonl", "chat"])
+def test_json_counts_in_a_folder_without_files_of_lines(tmp_path, source):
+    described = ("a.json.gz", "b.json", "c/d.JSON.zst", "c/.e.json")
+    for name in described:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("[]")
+    assert names_of(source, tmp_path) == ["a.json.gz", "b.json", "c/d.JSON.zst"]
+    (tmp_path / "c/f.ndjson").write_text("{}")
+    assert names_of(source, tmp_path) == ["c/f.ndjson"]
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "compression"),
+    [
+        ("jsonl", "a.jsonl.bz2", "bzip2"), ("jsonl", "a.ndjson.XZ", "xz"), ("chat", "a.json.lz4", "lz4"),
+        ("chat", "a.parquet.zip", "zip"), ("parquet", "a.parquet.gz", "gzip"), ("text", "a.txt.gz", "gzip"),
+        ("text", "a.md.zst", "zstd"),
+    ],
+)  # fmt: skip
+def test_file_compressed_in_a_way_that_is_not_read_is_refused_by_name(tmp_path, source, name, compression):
+    path = tmp_path / name
+    path.write_bytes(b"BZh9")
+    with pytest.raises(DataError, match=rf"{path} is compressed \({compression}\) in a way that is not read here: "):
+        corpus_files(DataConfig(source=source, paths=(str(path),)))
+
+
+def test_compressed_file_is_left_out_of_a_folder_only_if_it_is_there_decompressed(tmp_path):
+    for name in ("a.jsonl", "a.jsonl.xz", "notes.txt.xz"):
+        (tmp_path / name).write_text("{}")
+    assert names_of("jsonl", tmp_path) == ["a.jsonl"]
+    (tmp_path / "b.jsonl.xz").write_text("{}")
+    with pytest.raises(DataError, match=rf"{tmp_path / 'b.jsonl.xz'} is compressed \(xz\)"):
+        names_of("jsonl", tmp_path)
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 123456789\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("text", "a.txt"), ("jsonl", "a.jsonl"), ("chat", "a.parquet"), ("parquet", "a.parquet"), ("megatron", "a.bin")],
+)
+def test_pointer_of_git_lfs_is_refused_by_name_in_every_source(tmp_path, source, name):
+    (tmp_path / name).write_text(POINTER)
+    (tmp_path / "a.idx").write_bytes(b"MMIDIDX")
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(DataError, match=rf"{tmp_path / name} \(a pointer of Git LFS, whose content is not here: "):
+            corpus_files(DataConfig(source=source, paths=(str(path),)))
+
+
+def test_megatron_prefix_counts_beside_a_folder_of_its_name_unless_both_have_datasets(tmp_path):
+    (tmp_path / "wiki").mkdir()
+    with pytest.raises(DataError, match=r"no indexed dataset below .*wiki \(looked for \.idx\)"):
+        names_of("megatron", tmp_path / "wiki")
+    for kind in ("bin", "idx"):
+        (tmp_path / f"wiki.{kind}").write_text("tokens")
+    corpus = DataConfig(source="megatron", paths=(str(tmp_path / "wiki"),))
+    assert [Path(file.path).name for file in corpus_files(corpus)] == ["wiki.bin", "wiki.idx"]
+    (tmp_path / "wiki" / "a.idx").write_text("index")
+    with pytest.raises(DataError, match=r"wiki is a folder of indexed datasets, and .*wiki\.idx is beside it: name"):
+        corpus_files(corpus)
 
 
 @pytest.mark.parametrize("missing", ["gone.txt", "gone/below.txt"])

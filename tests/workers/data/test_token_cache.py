@@ -20,6 +20,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizer_files import TEXT, RecordingWatcher, byte_level, plain_tokens, sentence_piece_like
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from manta.workers.config import DataConfig
 from manta.workers.data import shards, token_cache, token_process
@@ -147,6 +149,65 @@ def test_tokens_of_a_large_vocabulary_are_stored_as_int32(tmp_path, file):
     row, info, _ = make(tmp_path / "cache", [jsonl(tmp_path)], tmp_path / "large.json")
     assert info.dtype == "int32"
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
+
+
+@pytest.mark.parametrize("source", ["jsonl", "text"])
+@pytest.mark.parametrize("around", ["<s> $A", "<s> $A <|endoftext|>", "<s> <s> $A </s>", "$A </s>"])
+def test_special_tokens_of_the_tokenizers_file_surround_each_document_if_asked_for(
+    tmp_path, many_shards, monkeypatch, around, source
+):
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 1000)
+    special = ["<|endoftext|>", "<s>", "</s>"]
+    library = Tokenizer.from_file(str(byte_level(tmp_path / "t.json", special=special)))
+    library.post_processor = TemplateProcessing(
+        single=around, special_tokens=[(each, n) for n, each in enumerate(special)]
+    )
+    library.save(str(tmp_path / "t.json"))
+    documents = ["".join(DOCUMENTS), "short", "".join(DOCUMENTS[:20])]
+    if source == "text":
+        paths = [tmp_path / f"{n}.txt" for n in range(len(documents))]
+        for path, text in zip(paths, documents, strict=True):
+            path.write_text(text)
+    else:
+        paths = [jsonl(tmp_path, documents)]
+    row, _, _ = make(tmp_path / "cache", paths, tmp_path / "t.json", source, special_tokens=True)
+    ends = [] if around.endswith("<|endoftext|>") else [0]
+    expected = [token for text in documents for token in [*library.encode(text).ids, *ends]]
+    assert row.read(0, len(row)).tolist() == expected
+    plain, _, _ = make(tmp_path / "cache", paths, tmp_path / "t.json", source)
+    assert plain.read(0, len(plain)).tolist() == [
+        token for text in documents for token in [*library.encode(text, add_special_tokens=False).ids, 0]
+    ]
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path, file, many_shards):
+    documents = [text for each in DOCUMENTS for text in (each, None, "")]
+    row, info, _ = make(tmp_path / "cache", [jsonl(tmp_path, documents)], file)
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
+    assert (info.documents, info.left_out) == (len(DOCUMENTS), 2 * len(DOCUMENTS))
+
+
+def test_entries_of_a_json_array_have_the_tokens_of_lines(tmp_path, file, many_shards):
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in DOCUMENTS], indent=1))
+    row, _, _ = make(tmp_path / "cache", [tmp_path / "a.json"], file)
+    assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("data", "number"),
+    [({}, 1), ({"source": "text"}, 2), ({"source": "chat", "template": "chatml"}, 2), ({"source": "parquet"}, 1)],
+    ids=str,
+)
+def test_cache_version_changes_only_where_tokens_do(tmp_path, file, data, number):
+    across = Tokenizer.from_file(str(file))
+    across.add_tokens(["one\ntwo"])
+    across.save(str(tmp_path / "across.json"))
+    config = DataConfig(**{"source": "jsonl", "paths": ["a"], "tokenizer": str(tmp_path / "across.json"), **data})
+    assert token_cache.describe([], config, open_tokenizer(config))["format"] == number
+    plain = config.model_copy(update={"tokenizer": str(file)})
+    expected = 2 if config.source == "chat" else 1
+    assert token_cache.describe([], plain, open_tokenizer(plain))["format"] == expected
+    assert "special_tokens" not in token_cache.describe([], plain, open_tokenizer(plain))
 
 
 def test_bad_document_ends_tokenizing_and_is_named_by_file_and_line(tmp_path, file, many_shards):

@@ -17,10 +17,11 @@ from tokenizers import AddedToken, Tokenizer, models
 from manta.workers.config import DataConfig
 from manta.workers.data import tokenize
 from manta.workers.data import trained_tokenizer as module
-from manta.workers.data.chat_template import conversation_in
+from manta.workers.data.conversations import conversation_in
 from manta.workers.data.corpus_record import with_digests
 from manta.workers.data.indexed_dataset import IndexedTokens, read_index
 from manta.workers.data.prepare import open_corpus
+from manta.workers.data.shards import pieces_of
 from manta.workers.data.sources import CorpusFile, corpus_files
 from manta.workers.data.token_cache import Watcher
 from manta.workers.data.tokenizer import ByteTokenizer, FileTokenizer, open_tokenizer
@@ -93,6 +94,41 @@ def test_texts_are_cut_only_for_tokenizers_that_make_the_same_of_the_pieces(file
     assert FileTokenizer(file).cuts_are_exact
     assert FileTokenizer(split_as_llama_3(tmp_path / "3.json")).cuts_are_exact
     assert not FileTokenizer(sentence_piece_like(tmp_path / "t.json")).cuts_are_exact
+
+
+@pytest.mark.parametrize(
+    ("added", "exact"),
+    [
+        (AddedToken("text\nnext", normalized=False), False),
+        (AddedToken("\n </x>", normalized=False), False),
+        (AddedToken("<x>", lstrip=True, normalized=False), False),
+        (AddedToken("\n\n", normalized=False), True),
+        (AddedToken("<x>", rstrip=True, normalized=False), True),
+        (AddedToken("<x>", special=True), True),
+    ],
+    ids=str,
+)
+def test_text_with_an_added_token_has_the_librarys_tokens_however_it_is_cut(file, tmp_path, added, exact):
+    other = Tokenizer.from_file(str(file))
+    other.add_tokens([added])
+    other.save(str(tmp_path / "t.json"))
+    tokenizer = FileTokenizer(tmp_path / "t.json")
+    assert tokenizer.cuts_are_exact == exact and tokenizer.has_tokens_across_cuts != exact
+    text = "".join(f"some {added.content}{n}\n{added.content}\nb{added.content} words\n" for n in range(99))
+    pieces = [each.decode() for each in pieces_of(text.encode(), 1)]
+    joined = [token for each in tokenizer.encode(pieces) for token in each]
+    assert (joined == other.encode(text, add_special_tokens=False).ids) == exact
+
+
+def test_tokenizer_that_adds_no_special_tokens_is_refused_where_they_are_asked_for(file):
+    with pytest.raises(DataError, match=rf"{file} adds no special tokens to a text: leave data.special_tokens out"):
+        open_tokenizer(DataConfig(source="text", paths=["a"], tokenizer=str(file), special_tokens=True))
+
+
+def test_pointer_of_git_lfs_in_place_of_a_tokenizer_is_named(tmp_path):
+    (tmp_path / "t.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(DataError, match=r"t\.json \(a pointer of Git LFS, whose content is not here: git lfs pull"):
+        FileTokenizer(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize(

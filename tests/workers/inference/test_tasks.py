@@ -42,6 +42,14 @@ def test_perplexity_is_of_all_tokens_but_each_documents_first():
     assert result.tokens == 3
 
 
+def test_tokens_before_documents_precede_texts_passages_and_questions():
+    begun = TextTokens(ByteTokenizer(), [ord("a") - 1])
+    assert tasks.text(Alphabet(), begun, ["abc"]).loss == pytest.approx(-EXPECTED), "a follows what comes before it"
+    assert tasks.text(Alphabet(), begun, ["abc"]).tokens == 3
+    assert begun.encode(" b") == [32, 98], "which continues a text"
+    assert tasks.choices(Alphabet(), begun, [Question("", ("a", "b"), 0)]).accuracy == 1.0
+
+
 def test_text_task_ignores_bytes_of_documents_without_predictions():
     with_short_ones = tasks.text(Alphabet(), BYTES, ["abc", "x", "ax", "", "y"])
     assert with_short_ones == tasks.text(Alphabet(), BYTES, ["abc", "ax"])

@@ -93,6 +93,28 @@ def test_complete_weights_folder_is_accepted(sharded, whole):
     check_weights(spec_of(whole))
 
 
+def test_index_of_an_earlier_save_beside_a_whole_file_is_ignored_as_transformers_does(whole, copied):
+    folder = copied(whole)
+    (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00004.safetensors"}}))
+    assert tensors_of(spec_of(folder)).keys() == tensors_of(spec_of(whole)).keys()
+
+
+def test_adapter_in_a_weights_folder_is_refused_by_name(whole, copied):
+    folder = copied(whole)
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    assert f"{folder / 'adapter_model.safetensors'} is an adapter, which is not read" in sentence_about(folder)
+
+
+@pytest.mark.parametrize("name", [ONE_FILE, INDEX, "config.json"])
+def test_pointer_of_git_lfs_is_named_in_place_of_weights(whole, copied, name):
+    folder = copied(whole)
+    spec = spec_of(folder)
+    (folder / ONE_FILE).unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with pytest.raises(WeightsError, match=rf"{folder / name} cannot be read: a pointer of Git LFS"):
+        read_config(folder) if name == "config.json" else check_weights(spec)
+
+
 def test_weights_saved_without_an_output_layer_are_accepted(whole, copied):
     folder = copied(whole)
 
@@ -177,6 +199,7 @@ def test_unsuitable_weights_tensor_is_named(whole, copied, change, sentence):
 )
 def test_invalid_weights_index_is_named(whole, copied, content, sentence):
     folder = copied(whole)
+    (folder / ONE_FILE).unlink()
     (folder / INDEX).write_text(content)
     assert f"{folder / INDEX} {sentence}" in sentence_about(folder)
 
@@ -228,6 +251,7 @@ def test_weights_folder_with_a_pipe_for_a_file_is_refused(whole, copied):
 def test_oversized_json_file_is_not_read(whole, copied, name):
     folder = copied(whole)
     spec = spec_of(folder)
+    (folder / ONE_FILE).unlink()
     (folder / name).touch()
     os.truncate(folder / name, 40 * 2**30)
     with pytest.raises(WeightsError, match=rf"{name} cannot be read: it has 42949672960 bytes or more, and at most"):
