@@ -34,6 +34,7 @@ from manta.api.schemas.jobs import (
     JobSort,
     LatestMetrics,
     Layout,
+    Misfit,
     Queue,
     Rank,
     RankHistory,

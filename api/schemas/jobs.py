@@ -120,6 +120,8 @@ class Fault(Answer):
     """Id in the job's events."""
     message: str
     """Description for users."""
+    confirmed: bool = True
+    """False if the rank's agent has not confirmed it in time: it may happen all the same, so do not repeat it."""
 
 
 JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
@@ -247,6 +249,10 @@ class Layout(Answer):
     """Position of every rank; null for more than 4096 ranks."""
 
 
+Misfit = Literal["memory", "slots"]
+"""What a layout needs more of: memory of a rank, or slots of the cluster as it is now."""
+
+
 class DryRun(Answer):
     """Result of a dry run of a submission."""
 
@@ -258,6 +264,9 @@ class DryRun(Answer):
     """Estimated time and memory of a step on this cluster."""
     plan_note: str | None = None
     """A note about the estimated times, or why there is no plan."""
+    misfit: Misfit | None = None
+    """What the layout needs more of than there is, as `plan_note` says; null if it fits or nothing was planned. A job
+    that needs more slots waits for them; one that needs more memory would fail."""
     data_problem: str | None = None
     """Why the job would fail because its data, tokenizer or weights are missing; null if they exist or that cannot be
     checked."""
