@@ -134,7 +134,7 @@ def test_last_step_of_a_job_can_be_recorded(store, training):
 
 def test_trace_request_for_a_missing_rank_names_the_only_rank(store, submit):
     job = submit().id
-    with pytest.raises(TraceNotPossible, match=f"job {job} has no rank 2; its only rank is 0"):
+    with pytest.raises(TraceNotPossible, match=f"{job} has no rank 2; its only rank is 0"):
         request(store, job, profiler_ranks=(2,))
 
 
