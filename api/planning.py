@@ -15,6 +15,7 @@ from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
 from manta.service.planner.machines import InvalidCalibration, measured_machines, this_node
 from manta.service.planner.request import CurrentCluster, Machines, PlanRequest, cluster_of_nodes, for_job
+from manta.service.planner.search import placement_problem
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.spec.problems import Problem, SpecError
@@ -30,21 +31,23 @@ async def with_shape(document: Any, control: ControlPlane, files: FileReads) -> 
     return await files.run(partial(with_shape_of_weights, document, control.data_roots))
 
 
-def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:
-    """The plan for the layout of `spec` on the cluster that `current` returns, with a note on it; or None, and why
-    there is no plan."""
+def plan_of_layout(
+    spec: JobSpec, current: CurrentCluster
+) -> tuple[schemas.Plan | None, str | None, schemas.Misfit | None]:
+    """The plan for the layout of `spec` on the cluster that `current` returns, with a note on it; or None, why there is
+    no plan, and what the layout needs more of, if that is the reason."""
     try:
         cluster = for_job(spec, current)(None)
         refuse_unplannable(spec)
     except SpecError as error:
-        return None, f"nothing is planned: {'; '.join(problem.rule for problem in error.problems)}"
+        return None, f"nothing is planned: {'; '.join(problem.rule for problem in error.problems)}", None
     except (NotPlanned, ClusterUnavailable) as error:
-        return None, f"nothing is planned: {error}"
+        return None, f"nothing is planned: {error}", None
     request = PlanRequest(spec, cluster)
     document = to_json(request, request.answer())
     if document["plans"]:
-        return schemas.Plan.model_validate(document["plans"][0]), document["note"]
-    return None, document["rejected"][0]["reason"]
+        return schemas.Plan.model_validate(document["plans"][0]), document["note"], None
+    return None, document["rejected"][0]["reason"], "slots" if placement_problem(spec, cluster) else "memory"
 
 
 def cpu_node(control: ControlPlane) -> CpuNode:

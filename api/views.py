@@ -103,10 +103,14 @@ def layout_of(layout: ParallelConfig) -> dict[str, Any]:
 
 
 def dry_run_view(
-    spec: JobSpec, plan: schemas.Plan | None, note: str | None, data_problem: str | None
+    spec: JobSpec,
+    plan: schemas.Plan | None,
+    note: str | None,
+    misfit: schemas.Misfit | None,
+    data_problem: str | None,
 ) -> schemas.DryRun:
-    """What submitting `spec` would do. `plan`: of its layout, with a `note` on it, or on why there is none;
-    `data_problem`: why its data could not be trained on."""
+    """What submitting `spec` would do. `plan`: of its layout, with a `note` on it, or on why there is none; `misfit`:
+    what its layout needs more of; `data_problem`: why its data could not be trained on."""
     layout = spec.layout
     listed = layout.world_size <= MAX_RANKS_LISTED
     return schemas.DryRun(
@@ -119,6 +123,7 @@ def dry_run_view(
         ),
         plan=plan,
         plan_note=note,
+        misfit=misfit,
         data_problem=data_problem,
     )
 

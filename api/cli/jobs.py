@@ -3,9 +3,11 @@ a job's ranks, and which ranks wait for which."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +15,15 @@ import typer
 from manta.api.cli import render
 from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, app, connect, console, fail, show, show_page
 from manta.api.client import calls
+from manta.api.client.calls import JobListOptions
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Direction, Items, Job, JobSort
 from manta.service.states import STATE_NAMES
 from manta.workers.protocol.json_codec import spell
 
 MAX_COMPARED = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""
+WATCH_SECONDS = 2.0
 _ABSENT = object()
 
 Filters = Annotated[
@@ -44,23 +49,39 @@ def list_jobs(
     sort: Annotated[JobSort | None, typer.Option(help="Sort key; default: created.")] = None,
     order: Annotated[Direction | None, typer.Option(help="Default: desc, highest first.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of jobs shown.")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the list again every two seconds.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids, one on each line.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    with connect(url) as client:
-        page = client.jobs(
-            state.upper() if state else None,
-            name,
-            limit,
-            search=search,
-            labels=label,
-            owner=owner,
-            sort=sort,
-            order=order,
-        )
+    if watch and (quiet or as_json):
+        raise fail("--watch is for users: leave out --quiet and --json", EXIT_BAD_INPUT)
+    more = JobListOptions(search=search, labels=label, owner=owner, sort=sort, order=order)
     filtered = bool(label) or any(each is not None for each in (state, name, search, owner))
-    show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
+    with connect(url) as client:
+
+        def read() -> Items[Job]:
+            return client.jobs(state.upper() if state else None, name, limit, **more)
+
+        page = read()
+        if quiet:
+            typer.echo("".join(f"{job.id}\n" for job in page.items), nl=False)
+            return
+        show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
+        if watch:
+            _watch(read, filtered)
+
+
+def _watch(read: Callable[[], Items[Job]], filtered: bool) -> None:
+    """Show the list of `read` again and again, until the user interrupts it."""
+    out, retries = console(), RetryPolicy()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(WATCH_SECONDS)
+            page = retries.call(read)
+            out.clear()
+            render.job_list(out, page.items, filtered)
 
 
 @app.command()

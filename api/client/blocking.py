@@ -192,7 +192,7 @@ class Client:
         return self.send(calls.resize(job_id, replicas))
 
     def pause(self, job_id: str) -> schemas.Job:
-        """Have a job save its state and release its places until it is resumed."""
+        """Have a job save its state and release its slots until it is resumed."""
         return self.send(calls.pause(job_id))
 
     def resume(self, job_id: str) -> schemas.Job:
