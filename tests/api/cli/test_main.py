@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from manta.api.cli import jobs, main
 from manta.api.cli.main import app
+from manta.api.cli.overview import overview
 from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
@@ -230,7 +231,7 @@ def test_errors_name_the_option_or_command_as_it_was_typed(manta, job):
 )
 def test_commands_and_options_are_completed_by_the_shell(words, completion):
     asked = {"_MANTA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [completion]
+    assert CliRunner().invoke(overview(), [], prog_name="manta", env=asked).stdout.split() == [completion]
 
 
 def test_failure_of_the_service_exits_with_1(manta, service, monkeypatch):
