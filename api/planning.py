@@ -15,6 +15,7 @@ from manta.service.planner.answer import to_json
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
 from manta.service.planner.machines import InvalidCalibration, measured_machines, this_node
+from manta.service.planner.memory import fits
 from manta.service.planner.request import (
     CurrentCluster,
     Machines,
@@ -23,6 +24,7 @@ from manta.service.planner.request import (
     for_job,
     read_cluster,
 )
+from manta.service.planner.search import Answer, placement_problem, plan_of
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.spec.problems import Problem, SpecError
@@ -38,21 +40,22 @@ async def with_shape(document: Any, control: ControlPlane, files: FileReads) -> 
     return await files.run(partial(with_shape_of_weights, document, control.data_roots))
 
 
-def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None]:
-    """The plan for the layout of `spec` on the cluster that `current` returns, with a note on it; or None, and why
-    there is no plan."""
+def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan | None, str | None, bool]:
+    """The plan for the layout of `spec` on the cluster that `current` returns, with a note on it, or None, and why
+    there is none; and whether the layout needs more slots than there are."""
     try:
         cluster = for_job(spec, current)(None)
         refuse_unplannable(spec)
     except SpecError as error:
-        return None, f"nothing is planned: {'; '.join(problem.rule for problem in error.problems)}"
+        return None, f"nothing is planned: {'; '.join(problem.rule for problem in error.problems)}", False
     except (NotPlanned, ClusterUnavailable) as error:
-        return None, f"nothing is planned: {error}"
-    request = PlanRequest(spec, cluster)
-    document = to_json(request, request.answer())
-    if document["plans"]:
-        return schemas.Plan.model_validate(document["plans"][0]), document["note"]
-    return None, document["rejected"][0]["reason"]
+        return None, f"nothing is planned: {error}", False
+    if (problem := placement_problem(spec, cluster)) is not None:
+        return None, problem, True
+    document = to_json(PlanRequest(spec, cluster), Answer((plan_of(spec, cluster),), ()))
+    fit = fits(spec, cluster)
+    notes = [document["note"], None if fit.fits else f"memory is scarce: {fit}"]
+    return schemas.Plan.model_validate(document["plans"][0]), "; ".join(filter(None, notes)) or None, False
 
 
 def cpu_node(control: ControlPlane) -> CpuNode:

@@ -24,9 +24,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from manta.service.cluster.ray_head import count_gpus
 from manta.service.cluster.ray_private import TRIED_WITH
 from manta.service.planner.torch_facts import TorchFailed, torch_facts
+from manta.service.revisions import newest_revision
 from manta.service.settings import Settings
 from manta.service.store import Store, leases
-from manta.service.store.database import newest_revision
 from manta.service.store.errors import StoreEmpty
 from manta.service.store.health import refuse_none
 from manta.service.store.location import file_of, parse_url, recorded_location, shown, url_in

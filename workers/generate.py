@@ -78,5 +78,5 @@ def _generate(options: argparse.Namespace) -> None:
         entries = [{"prompt": a, "text": b, "tokens": len(c.tokens), "ended": c.ended} for a, b, c in results]
         print(json.dumps(entries))
     else:
-        between = "\n" if options.chat else ""
-        print("\n\n".join(f"{prompt}{between}{text}" for prompt, text in zip(prompts, texts, strict=True)))
+        before = [f"> {prompt}\n" if len(prompts) > 1 else "" for prompt in prompts] if options.chat else prompts
+        print("\n\n".join(f"{start}{text}" for start, text in zip(before, texts, strict=True)))

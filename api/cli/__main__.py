@@ -13,9 +13,9 @@ _OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main() -> None:
     """Run the command. What it loads takes a moment, in which it may be interrupted like later on."""
     with ending_at_once():
-        from manta.api.cli.main import command_line
+        from manta.api.cli.overview import overview
 
-        command = command_line(sys.argv[1] if len(sys.argv) > 1 else None)
+        command = overview()
     try:
         command()
     except KeyboardInterrupt:

@@ -1,10 +1,11 @@
-"""`manta keys`, `projects`, `audit`, `link`: access control and the audit log."""
+"""`manta keys`, `projects`, `audit`, `link`, `open`: access control, the audit log, and the dashboard."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import time
+import webbrowser
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from manta.api.cli import render
 from manta.api.cli.main import EXIT_BAD_INPUT, Json, MantaGroup, Url, app, bad_options, connect, fail, show, show_page
 from manta.api.client import calls
 from manta.api.requests import NewKey
+from manta.api.security.permissions import DASHBOARD_PATH
 from manta.service import installation_keys
 from manta.service.identity import Scope, new_key
 from manta.service.settings import Settings
@@ -190,11 +192,31 @@ def audit(
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
+Page = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: the list of jobs.")]
+
+
+@app.command("open")
+def open_page(job: Page = None, url: Url = None) -> None:
+    """Open the dashboard, or a job's page, in a browser, and print its address.
+
+    `manta link` prints an address that also signs a browser in."""
+    with connect(url) as client:
+        address = f"{client.url}{DASHBOARD_PATH}/" + (f"jobs/{client.id_of(job)}" if job else "")
+    typer.echo(address)
+    with contextlib.suppress(webbrowser.Error):
+        browser = webbrowser.get()
+        if type(browser) is not webbrowser.GenericBrowser:  # which is one in the terminal
+            browser.open_new_tab(address)
+
+
 @app.command()
-def link(url: Url = None, as_json: Json = False) -> None:
+def link(job: Page = None, url: Url = None, as_json: Json = False) -> None:
     """Print a link that signs a browser in to the dashboard with your key's permissions.
 
-    It works once, within ten minutes."""
+    It works once and expires after ten minutes."""
     with connect(url) as client:
-        answer = client.link()
-        show(answer, as_json, lambda console: typer.echo(f"{client.url}{answer.path}"))
+        page = f"?job={client.id_of(job)}" if job else ""
+        made = client.link()
+        address = f"{client.url}{made.path}{page}"
+    document = {"url": address, **made.model_dump(mode="json")}
+    typer.echo(json.dumps(document, indent=2) if as_json else address)

@@ -99,7 +99,10 @@ class JobOrCommand(MantaGroup):
         return super().parse_args(ctx, args)
 
 
-checkpoints_app = typer.Typer(cls=JobOrCommand, help="A job's durable checkpoints: list, verify, pull, push, delete.")
+checkpoints_app = typer.Typer(
+    cls=JobOrCommand,
+    help="List a job's durable checkpoints (`manta checkpoints JOB`), or verify, pull, push or delete one.",
+)
 app.add_typer(checkpoints_app, name="checkpoints")
 
 Source = Annotated[
@@ -181,8 +184,12 @@ def push(
 @app.command()
 def export(
     job: Source,
-    to: Annotated[str, typer.Option("--to", help="Folder, or with dcp also URL, for the copy.")],
-    to_format: Annotated[Format, typer.Option("--format", help=FORMATS)] = Format.dcp,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Folder, or with dcp also URL, to create; default: ./NAME-step-STEP.")
+    ] = None,
+    to_format: Annotated[
+        Format | None, typer.Option("--format", help=f"{FORMATS} Default: hf, or dcp if only --to is given.")
+    ] = None,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -196,13 +203,26 @@ def export(
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Copy a job's newest checkpoint to a folder, or export its weights to another format."""
+    """Export the weights of a job's newest checkpoint, or copy the whole checkpoint.
+
+    transformers, vLLM and others read the format hf. A custom model, which they do not know, is exported as
+    safetensors."""
+    of_weights = dtype is not None or shard_size is not None
+    if to_format is Format.dcp and of_weights:
+        raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
+    source = source_of(job, step, url)
+    spec, saved_step = (manifest := manifest_of(source)).spec, manifest.step
+    if to_format is None and to is not None and not of_weights:  # which were scripts that want a copy
+        to_format = Format.dcp
+        if not as_json:
+            typer.echo("copying the whole checkpoint; --format hf exports the weights for transformers", err=True)
+    to = to or f"{spec.get('name', 'job')}-step-{saved_step}"
     if to_format is Format.dcp:
-        if dtype is not None or shard_size is not None:
-            raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
-        _copy(source_of(job, step, url), parse_location(to), as_json)
+        _copy(source, parse_location(to), as_json)
         return
-    export_weights(source_of(job, step, url), to, to_format, dtype, shard_size, as_json)
+    is_custom = spec.get("model", {}).get("family") == "custom"
+    chosen = to_format or (Format.safetensors if is_custom else Format.hf)
+    export_weights(source, to, chosen, dtype, shard_size, as_json)
 
 
 def source_of(what: str, step: int | None, url: str | None) -> Location:

@@ -44,26 +44,64 @@ def run(context: typer.Context) -> None:
 
 @app.command(context_settings=PASSED_ON)
 def evaluate(
-    context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
+    context: typer.Context,
+    what: Source,
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="Perplexity of a text, or of a JSONL's texts.")
+    ] = None,
+    last_word: Annotated[
+        Path | None, typer.Option("--last-word", metavar="FILE", help="Accuracy on the last words of a JSONL's texts.")
+    ] = None,
+    choices: Annotated[
+        Path | None, typer.Option("--choices", metavar="FILE", help="Accuracy on a JSONL's multiple choice questions.")
+    ] = None,
+    chat: Annotated[
+        Path | None, typer.Option("--chat", metavar="FILE", help="Perplexity of the answers in conversations.")
+    ] = None,
+    validation: Annotated[
+        bool, typer.Option("--validation", help="Perplexity of the job's own validation sets (data.validation).")
+    ] = False,
+    step: Step = None,
+    url: Url = None,
+    options: Options = False,
 ) -> None:
     """Evaluate a job's model: perplexity, or accuracy.
 
-    --text FILE (perplexity), --last-word FILE or --choices FILE (accuracy), or --chat FILE (answers in conversations).
-    Further options: --stride, --template, --batch-size, --device, --dtype, --threads, --json.
+    Runs here, on one device. Further options: --stride, --template, --batch-size, --device, --dtype, --threads, --json.
     """
-    _run("evaluate", what, step, url, context.args)
+    files = {"--text": text, "--last-word": last_word, "--choices": choices, "--chat": chat}
+    given = [[name, str(file)] for name, file in files.items() if file is not None]
+    given += [["--validation"]] if validation else []
+    if len(given) != 1:
+        context.fail(f"Say what to evaluate on: --validation, or one of {', '.join(files)} FILE.")
+    _run("evaluate", what, step, url, [*given[0], *context.args])
 
 
 @app.command(context_settings=PASSED_ON)
 def generate(
-    context: typer.Context, what: Source, step: Step = None, url: Url = None, options: Options = False
+    context: typer.Context,
+    what: Source,
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", metavar="TEXT", help="What to continue; may be repeated.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", metavar="FILE", help="The texts of a JSONL file, or any other file as one prompt."),
+    ] = None,
+    step: Step = None,
+    url: Url = None,
+    options: Options = False,
 ) -> None:
     """Generate text with a job's model.
 
-    --prompt TEXT or --prompts FILE; with --chat, as a conversation. Further options: --tokens, --temperature, --top-k,
-    --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json.
+    Runs here, on one device. With --chat prompts are messages, and only the answer is printed. Further options:
+    --tokens, --temperature, --top-k, --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json.
     """
-    _run("generate", what, step, url, context.args)
+    if bool(prompt) == (prompts is not None):
+        context.fail("Give --prompt TEXT or --prompts FILE.")
+    given = [word for each in prompt or () for word in ("--prompt", each)]
+    given += [] if prompts is None else ["--prompts", str(prompts)]
+    _run("generate", what, step, url, [*given, *context.args])
 
 
 @app.command()

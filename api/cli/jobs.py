@@ -3,9 +3,11 @@ a job's ranks, and which ranks wait for which."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,13 +15,15 @@ import typer
 from manta.api.cli import render
 from manta.api.cli.main import EXIT_BAD_INPUT, JobId, Json, Url, app, connect, console, fail, show, show_page
 from manta.api.client import calls
+from manta.api.client.calls import JobListOptions
+from manta.api.client.retries import RetryPolicy
 from manta.api.schemas import Direction, Items, Job, JobSort
 from manta.service.states import STATE_NAMES
 from manta.workers.protocol.json_codec import spell
 
 MAX_COMPARED = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""
-FIGURES = ("loss", "validation_loss", "tokens_per_second")
+WATCH_SECONDS = 2.0
 _ABSENT = object()
 
 Filters = Annotated[
@@ -45,23 +49,39 @@ def list_jobs(
     sort: Annotated[JobSort | None, typer.Option(help="Sort key; default: created.")] = None,
     order: Annotated[Direction | None, typer.Option(help="Default: desc, highest first.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="Maximum number of jobs shown.")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show the list again every two seconds.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only ids, one on each line.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
-    with connect(url) as client:
-        page = client.jobs(
-            state.upper() if state else None,
-            name,
-            limit,
-            search=search,
-            labels=label,
-            owner=owner,
-            sort=sort,
-            order=order,
-        )
+    if watch and (quiet or as_json):
+        raise fail("--watch is for users: leave out --quiet and --json", EXIT_BAD_INPUT)
+    more = JobListOptions(search=search, labels=label, owner=owner, sort=sort, order=order)
     filtered = bool(label) or any(each is not None for each in (state, name, search, owner))
-    show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
+    with connect(url) as client:
+
+        def read() -> Items[Job]:
+            return client.jobs(state.upper() if state else None, name, limit, **more)
+
+        page = read()
+        if quiet:
+            typer.echo("".join(f"{job.id}\n" for job in page.items), nl=False)
+            return
+        show_page(page, as_json, lambda console: render.job_list(console, page.items, filtered))
+        if watch:
+            _watch(read, filtered)
+
+
+def _watch(read: Callable[[], Items[Job]], filtered: bool) -> None:
+    """Show the list of `read` again and again, until the user interrupts it."""
+    out, retries = console(), RetryPolicy()
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            time.sleep(WATCH_SECONDS)
+            page = retries.call(read)
+            out.clear()
+            render.job_list(out, page.items, filtered)
 
 
 @app.command()
@@ -183,13 +203,21 @@ def _values(section: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
+def _figures(job: Job) -> dict[str, float | None]:
+    speed = "tokens_per_second"
+    return {
+        **{name: job.metrics.latest.get(name) for name in ("loss", "validation_loss")},
+        speed: job.metrics.mean.get(speed),
+    }
+
+
 def _row(job: Job, differences: dict[str, Any]) -> dict[str, Any]:
     about = {"id": job.id, "name": job.name, "state": job.state, "step": job.step, "steps": job.steps}
-    return {**about, **{name: job.metrics.latest.get(name) for name in FIGURES}, "differences": differences}
+    return {**about, **_figures(job), "differences": differences}
 
 
 def _cells(job: Job, differences: dict[str, Any]) -> tuple[Any, ...]:
-    loss, validation, speed = (job.metrics.latest.get(name) for name in FIGURES)
+    loss, validation, speed = _figures(job).values()
     figures = (render.figure(loss, 4), render.figure(validation, 4), render.figure(speed, 0))
     shown = (render.format_value(difference) for difference in differences.values())
     return (job.id, job.name, job.state, f"{job.step}/{job.steps}", *figures, *shown)

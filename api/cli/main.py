@@ -4,11 +4,9 @@ programs."""
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -18,14 +16,13 @@ from typer.core import TyperGroup
 from typer.models import CommandInfo, TyperInfo
 
 from manta.api.cli import render
+from manta.api.cli.overview import ABOUT, COMMANDS, MODULES, options
 from manta.api.client import ApiError, Client, ServiceUnreachable, calls
 from manta.api.requests import FaultRequest
-from manta.api.rest_version import SUPPORTED_VERSIONS as SUPPORTED_REST
-from manta.api.schemas import Items, JobPlan, MetricSeries, Recovery
+from manta.api.schemas import Items, JobPlan, Recovery
 from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from manta.workers.protocol.messages import SPOKEN as SPOKEN_PROTOCOLS
 from manta.workers.spec.problems import Problem, SpecError, describe_rule
 
 T = TypeVar("T")
@@ -33,70 +30,24 @@ T = TypeVar("T")
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_UNREACHABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 PAGE = 1000
 """Items asked for at a time: the most that the service gives."""
-COMMANDS: dict[str, dict[str, str]] = {
-    "Jobs": {
-        "submit": "submit",
-        "ps": "jobs",
-        "status": "main",
-        "logs": "lines",
-        "events": "lines",
-        "metrics": "main",
-        "compare": "jobs",
-        "pause": "main",
-        "resume": "main",
-        "resize": "main",
-        "edit": "jobs",
-        "cancel": "main",
-        "retry": "main",
-        "delete": "main",
-    },
-    "What a job does, and where its time goes": {
-        "ranks": "jobs",
-        "waits": "jobs",
-        "stack": "jobs",
-        "trace": "trace",
-        "traces": "trace",
-        "budget": "trace",
-        "ledger": "main",
-        "recoveries": "main",
-        "track": "track",
-    },
-    "Checkpoints and trained models": {
-        "export": "checkpoints",
-        "evaluate": "engine",
-        "generate": "engine",
-        "checkpoints": "checkpoints",
-    },
-    "Before a job, or without a service": {
-        "plan": "plan",
-        "calibrate": "calibrate",
-        "tokenize": "engine",
-        "doctor": "doctor",
-        "run": "engine",
-    },
-    "The service and its nodes": {
-        "up": "service",
-        "down": "service",
-        "serve": "service",
-        "nodes": "nodes",
-        "drain": "nodes",
-        "link": "access",
-    },
-    "Administration": {
-        "audit": "access",
-        "inject": "main",
-        "keys": "access",
-        "projects": "access",
-        "db": "db",
-    },
-}
-"""The module of each command, by the panel of the help that shows it, in order; those with subcommands are last."""
+
+
+class Failed(typer.Exit):
+    """The command cannot be done; the message says why."""
+
+    def __init__(self, message: str, code: int, problem: Mapping[str, Any] | None = None):
+        """`problem`: for programs, instead of the message; default: made of it."""
+        super().__init__(code)
+        self.message = message
+        self.problem = problem or {"code": _CODES.get(code, "failed"), "detail": message}
+
+
+_CODES = {EXIT_BAD_INPUT: "bad_input", EXIT_UNREACHABLE: "unreachable", EXIT_INTERRUPTED: "interrupted"}
 
 
 def fail(message: str, code: int) -> typer.Exit:
-    """Print one sentence on stderr. Raise the returned exception to end the command with exit code `code`."""
-    typer.echo(message, err=True)
-    return typer.Exit(code)
+    """Raise the returned exception to end the command with this sentence on stderr and exit code `code`."""
+    return Failed(message, code)
 
 
 def confirm_deletion(question: str) -> None:
@@ -107,42 +58,55 @@ def confirm_deletion(question: str) -> None:
         if sys.stdin is not None and sys.stdin.isatty():
             raise
         typer.echo(err=True)  # ends the line of the question
-        raise fail("cannot ask for confirmation here: --yes deletes without asking", EXIT_BAD_INPUT) from error
+        raise fail("there is no terminal to ask for confirmation: use --yes", EXIT_BAD_INPUT) from error
     if not agreed:
         raise typer.Abort
 
 
 class MantaGroup(TyperGroup):
-    """Converts the errors of all commands to sentences and exit codes, so that users see no traceback."""
+    """Converts the errors of all commands to sentences, or to JSON with --json, and exit codes, so that users see no
+    traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
+        as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
-        except ServiceUnreachable as error:
-            raise fail(str(error), EXIT_UNREACHABLE) from error
-        except ApiError as error:
-            code = EXIT_FAILED if error.problem.status >= 500 else EXIT_BAD_INPUT
-            raise fail(_sentence_of(error), code) from error
-        except (SpecError, MantaError) as error:
-            raise fail(str(error), EXIT_BAD_INPUT) from error
-        except KeyboardInterrupt as error:
-            raise fail("", EXIT_INTERRUPTED) from error
+        except (Failed, MantaError, SpecError, KeyboardInterrupt) as error:
+            failed = _as_failed(error)
+            typer.echo(json.dumps(failed.problem) if as_json else failed.message, err=True)
+            raise typer.Exit(failed.exit_code) from error
+
+
+def _as_failed(error: BaseException) -> Failed:
+    """What a command that ends with `error` says, and its exit code."""
+    if isinstance(error, Failed):
+        return error
+    if isinstance(error, ServiceUnreachable):
+        return Failed(str(error), EXIT_UNREACHABLE)
+    if isinstance(error, ApiError):
+        code = EXIT_FAILED if error.problem.status >= 500 else EXIT_BAD_INPUT
+        return Failed(_sentence_of(error), code, error.problem.model_dump(mode="json"))
+    if isinstance(error, SpecError):
+        return Failed("\n".join(problem.sentence for problem in error.problems), EXIT_BAD_INPUT)
+    return Failed("", EXIT_INTERRUPTED) if isinstance(error, KeyboardInterrupt) else Failed(str(error), EXIT_BAD_INPUT)
 
 
 def _sentence_of(error: ApiError) -> str:
     """All problems of a rejected spec; any other error as the service reported it."""
+    return "\n".join(problem.sentence for problem in problems_in(error)) or str(error)
+
+
+def problems_in(error: ApiError | SpecError) -> list[Problem]:
+    """The problems of a rejected spec; none of any other error."""
+    if isinstance(error, SpecError):
+        return error.problems
     if error.problem.code not in ("invalid_spec", "unsupported"):
-        return str(error)
-    return "\n".join(Problem(each.path, each.rule, each.suggestion).sentence for each in error.problem.errors)
+        return []
+    return [Problem(each.path, each.rule, each.suggestion) for each in error.problem.errors]
 
 
-app = typer.Typer(
-    cls=MantaGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Elastic 3D-parallel training on Ray.",
-)
+app = typer.Typer(cls=MantaGroup, no_args_is_help=True, pretty_exceptions_enable=False, help=ABOUT)
 
 Url = Annotated[
     str | None, typer.Option("--url", help="The service's address; default: MANTA_URL, or the service of MANTA_HOME.")
@@ -212,38 +176,6 @@ def _plan_of(client: Client, job: str) -> JobPlan | None:
 
 
 @app.command()
-def metrics(
-    job: JobId,
-    names: Annotated[str | None, typer.Option(help="Metric names, separated by commas.")] = None,
-    after_step: Annotated[int, typer.Option(min=0, help="Only steps after this one.")] = 0,
-    max_points: Annotated[int, typer.Option(min=1, max=10_000, help="Maximum number of steps shown.")] = 20,
-    url: Url = None,
-    as_json: Json = False,
-) -> None:
-    """Show a job's metrics by step."""
-    with connect(url) as client:
-        answer = client.metrics(job, names.split(",") if names else None, after_step, max_points)
-        unknown = [] if as_json or not names else _without_value(answer)
-        near = _nearest(unknown, client.metrics(job, None, after_step, 1).series) if unknown else ""
-    if not (unknown and len(unknown) == len(answer.series)):
-        show(answer, as_json, lambda console: render.metric_table(console, answer, after_step))
-    if unknown:
-        hint = f"no value of {', '.join(unknown)}{near}: `manta metrics {job}` lists the metrics"
-        typer.echo(hint, err=True)
-
-
-def _without_value(points: MetricSeries) -> list[str]:
-    """The requested metrics that do not exist; none before the first step."""
-    return [name for name, values in points.series.items() if points.steps and all(value is None for value in values)]
-
-
-def _nearest(unknown: Iterable[str], there_are: Collection[str]) -> str:
-    """Suggestions for unknown names."""
-    meant = [match_ for name in unknown for match_ in get_close_matches(name, set(there_are) - {name}, 2, cutoff=0.5)]
-    return f" (did you mean {' or '.join(dict.fromkeys(meant))}?)" if meant else ""
-
-
-@app.command()
 def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
     """Stop a job permanently. Its checkpoints are kept."""
     with connect(url) as client:
@@ -253,7 +185,7 @@ def cancel(job: JobId, url: Url = None, as_json: Json = False) -> None:
 
 @app.command()
 def pause(job: JobId, url: Url = None, as_json: Json = False) -> None:
-    """Save a job's state and release its resources; `manta resume` continues it."""
+    """Save a job's state and release its slots; `manta resume` continues it."""
     with connect(url) as client:
         answer = client.pause(job)
     _show_state(answer, as_json)
@@ -370,9 +302,8 @@ def bad_options(error: ValidationError, **called: str) -> typer.Exit:
 def command_line(wanted: str | None = None) -> typer.Typer:
     """`manta` with all of its commands. If `wanted` is one of them, only its module is imported: imports such as the
     database's library take longer than most commands."""
-    app.callback()(_options)
-    modules = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
-    for module in [modules[wanted]] if wanted in modules else dict.fromkeys(modules.values()):
+    app.callback()(options)
+    for module in [MODULES[wanted]] if wanted in MODULES else dict.fromkeys(MODULES.values()):
         importlib.import_module(f"manta.api.cli.{module}")
     _put_in_order(app)
     return app
@@ -403,26 +334,3 @@ def _put_in_order(app: typer.Typer) -> None:
 def _name_of(registered: CommandInfo | TyperInfo) -> str:
     """Name of a command."""
     return str(registered.name or getattr(registered.callback, "__name__", ""))
-
-
-def version_line() -> str:
-    """What tells one release from another, as `docs/operations.md` uses it for upgrades."""
-    from manta.service.store.database import newest_revision  # with SQLAlchemy, which most commands do without
-
-    release = importlib.metadata.version("manta-train")
-    rest, protocols = (", ".join(map(str, sorted(spoken))) for spoken in (SUPPORTED_REST, SPOKEN_PROTOCOLS))
-    return f"manta {release} (REST {rest}; protocol {protocols}; database revision {newest_revision()})"
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(version_line())
-        raise typer.Exit
-
-
-def _options(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the release and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
-    """What `manta` takes before a command."""

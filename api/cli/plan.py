@@ -12,7 +12,7 @@ from manta.api import schemas
 from manta.api.cli import render
 from manta.api.cli.main import EXIT_BAD_INPUT, Json, Url, app, connect, fail, show
 from manta.api.cli.render import table
-from manta.api.cli.submit import Changes, read_file
+from manta.api.cli.submit import Changes, naming_lines, read_file
 from manta.api.client.plan import plan as plan_here
 from manta.service.planner.pictures import picture
 from manta.service.planner.stage_shares import format_counts
@@ -54,7 +54,8 @@ def plan(
         document = {**document, "explain": True}
     if isinstance(document, dict) and sizes:
         document = {**document, "sizes": True}
-    answer = _answer(document, url)
+    with naming_lines(file, changes or ()):
+        answer = _answer(document, url)
     if picture_file is not None and answer.explanation is not None:
         best = answer.plans[0]
         title = f"{render.layout_name(best.parallel)}, micro-batch {best.micro_batch_size}, {best.gpus} ranks"

@@ -51,17 +51,18 @@ def percent(ratio: float | None) -> str:
 
 
 def progress_line(job: Job) -> str:
-    """A job's progress in one line."""
+    """A job's progress in one line, with the figures that are known."""
     filled = _BAR_WIDTH * job.step // job.steps
     bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-    latest = job.metrics.latest
-    parts = [
-        f"{job.state:<10} [{bar}] {job.step}/{job.steps}",
-        f"loss {figure(latest.get('loss'), 4)}",
-        f"{figure(latest.get('tokens_per_second'), 0)} tokens/s",
-        f"MFU {percent(latest.get('mfu_full'))}",
-        f"ETA {duration(job.eta_seconds)}",
-    ]
+    latest, mean = job.metrics.latest, job.metrics.mean
+    figures = (
+        ("loss {}", figure(latest.get("loss"), 4)),
+        ("{} tokens/s", figure(mean.get("tokens_per_second"), 0)),
+        ("MFU {}", percent(mean.get("mfu_full"))),
+        ("ETA {}", duration(job.eta_seconds)),
+    )
+    parts = [f"{job.state:<10} [{bar}] {job.step}/{job.steps}"]
+    parts += [text.format(value) for text, value in figures if value != "-"]
     if job.restarts:
         parts.append(f"restarts {job.restarts}")
     if job.message and (job.state == JobState.QUEUED or job.reason == HELD):

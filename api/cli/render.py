@@ -4,7 +4,7 @@ correct; JSON for programs."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 from manta.api import schemas
 from manta.api.cli.progress import duration, figure, percent, progress_line
 from manta.api.schemas import access as access_schemas
+from manta.service.states import HELD, JobState
 from manta.service.words import byte_count
 from manta.workers.training import metric_names
 
@@ -66,47 +67,78 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
             job.state,
             f"{job.step}/{job.steps}",
             figure(job.metrics.latest.get("loss"), 4),
-            figure(job.metrics.latest.get("tokens_per_second"), 0),
+            figure(job.metrics.mean.get("tokens_per_second"), 0),
+            duration(job.running_seconds),
+            job.owner or "-",
             layout_name(job.parallel),
             job.restarts,
             moment(job.created_at),
+            labels_of(job) or "-",
+            _why(job) or "-",
         )
         for job in jobs
     ]
-    headings = ("JOB", "NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "TxPxD", "RESTARTS", "SUBMITTED")
+    headings = ("JOB", "NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "TIME", "OWNER", "LAYOUT", "RESTARTS", "SUBMITTED",
+                "LABELS", "WHY")  # fmt: skip
     none = "no job matches" if filtered else "no jobs yet; submit one with `manta submit FILE`"
-    table(console, headings, rows, none, spare=("RESTARTS", "TxPxD"))
+    spare = ("LABELS", "SUBMITTED", "RESTARTS", "LAYOUT", "OWNER", "TOKENS/S", "TIME")
+    if not console.is_terminal:
+        table(console, headings, rows, none)
+        return
+    table(console, headings[:-1], [row[:-1] for row in rows], none, spare)
+    for job in jobs:
+        if why := _why(job):
+            console.print(Text(f"{job.name} ({job.id}): ", "bold").append(why, "not bold"), soft_wrap=True)
+
+
+def _why(job: schemas.Job) -> str:
+    """Why a job is not running, for users; empty for one that does, and for one that was stopped on request."""
+    if job.state in (JobState.RUNNING, JobState.SUCCEEDED, JobState.CANCELLED, JobState.CANCELLING):
+        return job.message or "" if job.reason == HELD else ""
+    position = "" if job.queue.position is None else f"position {job.queue.position} in the queue"
+    return ": ".join(part for part in (position, job.message) if part)
 
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
-    """Output of `manta status`."""
-    latest, number = job.metrics.latest, job.parallel.get("world_size")
-    ranks = "- ranks" if number is None else counted(number, "rank")
+    """Output of `manta status`: what is known."""
+    latest, mean, measured = job.metrics.latest, job.metrics.mean, metric_names.validation_losses(job.spec)
     lines = {
         "job": f"{job.id} ({job.name})",
         "progress": progress_line(job),
-        "why": ": ".join(part for part in (job.reason, job.message) if part) or "-",
-        "layout": f"{layout_name(job.parallel)} (tensor x pipeline x data), {ranks}",
+        "reason": job.message or job.reason or "",
+        "queue": "" if job.queue.position is None else f"position {job.queue.position}",
+        "layout": layout_of(job),
         "validation loss": figure(latest.get("validation_loss"), 4),
-        **{
-            f"validation loss {name}": figure(latest.get(metric), 4)
-            for name, metric in metric_names.validation_losses(job.spec).items()
-        },
-        "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
-        "maximum memory of a rank": size(latest.get("memory_bytes")),
+        **{f"validation loss of {name}": figure(latest.get(metric), 4) for name, metric in measured.items()},
+        "MFU": percent(mean.get("mfu_full")),
+        "MFU, causal attention": percent(mean.get("mfu_causal")),
+        "memory of the largest rank": size(latest.get("memory_bytes")),
         "goodput": percent(job.goodput),
-        "maximum steps redone after a crash": figure(latest.get("snapshot_every_steps"), 0),
-        "generation / restarts": f"{job.generation} / {job.restarts}",
+        "steps redone after a crash": _at_most(latest.get("snapshot_every_steps")),
+        "generation": f"{job.generation}, after {counted(job.restarts, 'restart')}" if job.restarts else "",
+        "planned step": "" if plan is None else planned_line(plan),
+        "owner": job.owner or "",
+        "labels": labels_of(job),
         "submitted": moment(job.created_at),
         "started": moment(job.started_at),
         "finished": moment(job.finished_at),
+        "running time": duration(job.running_seconds),
+        "snapshots kept until": moment(job.memory_kept_until),
     }
-    if plan is not None:
-        lines["planned step"] = planned_line(plan)
-    if job.memory_kept_until is not None:
-        lines["snapshots kept until"] = moment(job.memory_kept_until)
-    if job.queue.position is not None:
-        lines["queue"] = f"place {job.queue.position}"
+    _print_pairs(console, {name: value for name, value in lines.items() if value not in ("", "-")})
+
+
+def _at_most(steps: float | None) -> str:
+    return "-" if steps is None else f"at most {steps:.0f}"
+
+
+def labels_of(job: schemas.Job) -> str:
+    """Labels of a job, sorted by key."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(job.labels.items()))
+
+
+def _print_pairs(console: Console, lines: Mapping[str, str]) -> None:
+    """Each value on a line of its own, behind its name."""
     width = max(map(len, lines))
     for name, value in lines.items():
         console.print(Text(f"{name:<{width}}", "bold").append(f"  {value}", "not bold"), soft_wrap=True)
@@ -122,14 +154,13 @@ def planned_line(plan: schemas.JobPlan) -> str:
     text = f"{planned:.3g} s"
     if plan.measured is not None:
         took = plan.measured.step_seconds
-        text = f"{text}, and takes {took:.3g} s ({took / planned - 1:+.0%})"
-    return f"{text} (assumed: this machine was not calibrated)" if plan.planned.assumed else text
+        text = f"{text}, and takes {took:.3g} s" + ("" if plan.planned.assumed else f" ({took / planned - 1:+.0%})")
+    return f"{text} (a rough estimate: `manta calibrate` measures this machine)" if plan.planned.assumed else text
 
 
 def edited(console: Console, job: schemas.Job) -> None:
     """Output of `manta edit`."""
-    labels = ", ".join(f"{key}={value}" for key, value in sorted(job.labels.items())) or "none"
-    text = f"{job.id} has name {job.name}, priority {job.spec.get('priority')}; labels: {labels}"
+    text = f"{job.id} has name {job.name}, priority {job.spec.get('priority')}; labels: {labels_of(job) or 'none'}"
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -140,12 +171,41 @@ def deletion(console: Console, answer: schemas.DeletedJob) -> None:
     console.print(f"{answer.id} is deleted: {what}, {size(answer.bytes)}", highlight=False)
 
 
+def submitted_page(console: Console, job: schemas.Job, address: str, notes: Sequence[str]) -> None:
+    """Output of `manta submit` on a terminal; `address`: of the job's page of the dashboard; `notes`: what was decided
+    at submission."""
+    lines = {
+        "submitted": f"{job.name} ({job.id})",
+        "layout": layout_of(job),
+        "state": state_of(job),
+        "dashboard": address,
+        "next": f"manta logs -f {job.id}, manta status {job.id}, manta cancel {job.id}",
+    }
+    _print_pairs(console, lines)
+    for note in notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def layout_of(job: schemas.Job) -> str:
+    """Layout of a job and its number of ranks."""
+    ranks = job.parallel.get("world_size")
+    count = "" if ranks is None else f", {counted(ranks, 'rank')}"
+    return f"{layout_name(job.parallel)} (tensor x pipeline x data){count}"
+
+
+def state_of(job: schemas.Job) -> str:
+    """State of a job, its position in the queue, and why."""
+    return f"{job.state}, {why}" if (why := _why(job)) else job.state
+
+
 def layout_page(console: Console, answer: schemas.DryRun) -> None:
     """Output of `manta submit --dry-run`."""
     layout = answer.layout
+    if answer.lacks_slots:
+        console.print(answer.plan_note, markup=False, highlight=False, soft_wrap=True)
     shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
     counts = f"{counted(layout.world_size, 'rank')}, {counted(layout.micro_batches, 'micro-batch', 'micro-batches')}"
-    console.print(f"the spec is valid: {shape}, {counts} per step")
+    console.print(f"{'layout' if answer.lacks_slots else 'the spec is valid'}: {shape}, {counts} per step")
     if layout.ranks:
         rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
         table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
@@ -156,7 +216,9 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
             f"rank that needs the most, {duration(3600 * plan.hours)} in total",
             highlight=False,
         )
-    if answer.plan_note is not None:
+    for note in answer.notes:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
+    if answer.plan_note is not None and not answer.lacks_slots:
         console.print(f"Note: {answer.plan_note}" if answer.plan else answer.plan_note, markup=False, highlight=False)
 
 
@@ -184,14 +246,14 @@ def metric_table(console: Console, points: schemas.MetricSeries, after_step: int
     """The table of `manta metrics`, of steps above `after_step`: only metrics with values."""
     shown = {name: values for name, values in points.series.items() if any(value is not None for value in values)}
     rows = [
-        (step, *(_metric(name, values[place]) for name, values in shown.items()))
+        (step, *(metric_value(name, values[place]) for name, values in shown.items()))
         for place, step in enumerate(points.steps)
     ]
     none = f"no step above {after_step} is committed yet" if after_step else "no step is committed yet"
     table(console, ("STEP", *(name.upper() for name in shown)), rows, none, spare=_SPARE_METRICS)
 
 
-_SPARE_METRICS = ("HFU_FULL", "MFU_CAUSAL", "LEARNING_RATE", "TOKENS", "MEMORY_BYTES", "GRAD_NORM", "STEP_SECONDS")
+_SPARE_METRICS = ("HFU_FULL", "MFU_CAUSAL", "TOKENS", "MEMORY_BYTES", "STEP_SECONDS", "LEARNING_RATE", "GRAD_NORM")
 """Columns that are omitted first if there is no room; `--names` selects any."""
 
 
@@ -206,8 +268,14 @@ _FORMATS: dict[str, Callable[[float | None], str]] = {
 }
 
 
-def _metric(name: str, value: float | None) -> str:
+def metric_value(name: str, value: float | None) -> str:
+    """A metric as text; - if unknown."""
     return _FORMATS.get(name, lambda known: figure(known, 4))(value)
+
+
+def metric_line(step: int | str, cells: Sequence[str]) -> str:
+    """A line of `manta metrics --follow`."""
+    return f"{step:>7}" + "".join(f"  {cell:>12}" for cell in cells)
 
 
 def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
@@ -236,7 +304,7 @@ def waits_page(console: Console, waits: schemas.Waits) -> None:
 def checkpoint_table(console: Console, checkpoints: Sequence[schemas.Checkpoint]) -> None:
     """The table of `manta checkpoints`."""
     rows = [(entry.step, entry.state, size(entry.bytes), moment(entry.created_at), entry.path) for entry in checkpoints]
-    table(console, ("STEP", "STATE", "SIZE", "BEGUN", "PATH"), rows, "no checkpoints yet")
+    table(console, ("STEP", "STATE", "SIZE", "STARTED", "PATH"), rows, "no checkpoints yet")
 
 
 def class_name(name: str) -> str:
@@ -303,7 +371,7 @@ def node_table(console: Console, cluster: schemas.Cluster) -> None:
          ", ".join(sorted({entry.job for entry in node.ranks})) or "-")
         for node in cluster.nodes
     ]  # fmt: skip
-    table(console, ("NODE", "ADDRESS", "STATE", "PLACES", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
+    table(console, ("NODE", "ADDRESS", "STATE", "SLOTS", "FREE", "TOTAL", "JOBS"), rows, "the cluster has no nodes")
     for node in cluster.nodes:
         if node.problem is not None:
             console.print(f"no ranks are placed on {node_name(node.id)}: {node.problem}", style="yellow")
@@ -316,8 +384,9 @@ def key_table(console: Console, keys: Sequence[access_schemas.ApiKey]) -> None:
             key.id,
             key.name,
             key.user or "-",
-            "all" if key.installation else key.project,
-            key.scope if key.highest_priority is None else f"{key.scope}, priority {key.highest_priority} at most",
+            key.project,
+            f"{key.scope}{', all projects' if key.installation else ''}"
+            + ("" if key.highest_priority is None else f", priority {key.highest_priority} at most"),
             moment(key.created_at),
             "revoked" if key.revoked_at else f"until {moment(key.expires_at)}" if key.expires_at else "good",
         )

@@ -186,7 +186,7 @@ def down(database: Database = None, as_json: Json = False) -> None:
     for job, saved in jobs:
         typer.echo(f"  {job.id} ({job.name}) {_describe_consequences(job, saved, own_ray)}")
     if jobs:
-        typer.echo("`manta up` continues them; after that `manta cancel` ends a job permanently.")
+        typer.echo("`manta up` continues them. To end a job instead, run `manta cancel JOB` after it.")
 
 
 def _describe_consequences(job: Job, saved: int | None, own_ray: bool) -> str:

@@ -140,7 +140,7 @@ class Client:
 
     def submit(
         self, document: Any, idempotency_key: str | None = None, changes: Mapping[str, Any] | None = None
-    ) -> schemas.Job:
+    ) -> schemas.SubmittedJob:
         """Submit a JobSpec document, with `changes` such as `{"train.steps": 100}`. Submitting the same document with
         the same key again returns the same job. If the answer is lost, the call is repeated, which does not create
         another job. Raises SpecError for changes beyond the end of a list in the document, ApiError,
@@ -192,7 +192,7 @@ class Client:
         return self.send(calls.resize(job_id, replicas))
 
     def pause(self, job_id: str) -> schemas.Job:
-        """Have a job save its state and release its places until it is resumed."""
+        """Have a job save its state and release its slots until it is resumed."""
         return self.send(calls.pause(job_id))
 
     def resume(self, job_id: str) -> schemas.Job:

@@ -43,10 +43,10 @@ def no_such_job(why: str) -> ApiError:
     return ApiError(schemas.Problem(code="job_not_found", title="Not Found", status=404, detail=detail))
 
 
-def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.Job]:
+def submit(document: Any, idempotency_key: str | None = None) -> Call[schemas.SubmittedJob]:
     """Submit a JobSpec."""
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
-    return Call(schemas.Job, "POST", "/v1/jobs", body=document, headers=headers, extra_seconds=_SEARCH_SECONDS)
+    return Call(schemas.SubmittedJob, "POST", "/v1/jobs", body=document, headers=headers, extra_seconds=_SEARCH_SECONDS)
 
 
 def dry_run(document: Any) -> Call[schemas.DryRun]:
@@ -133,7 +133,7 @@ def delete(job_id: str) -> Call[schemas.DeletedJob]:
 
 
 def pause(job_id: str) -> Call[schemas.Job]:
-    """Have a job save its state and release its places."""
+    """Have a job save its state and release its slots."""
     return Call(schemas.Job, "POST", _job(job_id, "/pause"))
 
 
@@ -153,13 +153,18 @@ def resize(job_id: str, replicas: int) -> Call[schemas.Job]:
 
 
 def metrics(
-    job_id: str, names: Sequence[str] | None = None, after_step: int = 0, max_points: int = 1000
+    job_id: str,
+    names: Sequence[str] | None = None,
+    after_step: int = 0,
+    max_points: int = 1000,
+    every: int | None = None,
 ) -> Call[schemas.MetricSeries]:
-    """Metrics of a job; `names` None means all."""
+    """Metrics of a job; `names` None means all; `every`: only of steps that are multiples of this."""
     parameters = {
         "names": None if names is None else ",".join(names),
         "after_step": after_step,
         "max_points": max_points,
+        "every": every,
     }
     return Call(schemas.MetricSeries, "GET", _job(job_id, "/metrics"), parameters)
 

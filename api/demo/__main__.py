@@ -69,7 +69,7 @@ def _demo(console: Console) -> int:
         document, note = slots_where_gpus_are_scarce(document, spec, client.cluster())
         if note:
             console.print(note, highlight=False)
-        job = client.submit(document)
+        job: Job = client.submit(document)
         console.print(f"Submitted {SPEC.relative_to(ROOT)} as {job.id}", highlight=False)
         saved = last_intermediate_checkpoint(spec)
         killer = RankKiller(client, job.id, saved + STEPS_BEFORE_KILL, console)

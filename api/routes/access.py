@@ -22,7 +22,7 @@ from manta.api.security.credentials import cookie_name
 from manta.api.security.permissions import DASHBOARD_PATH, LINK_PATH, RequiredPermission
 from manta.service.errors import InvalidParameter
 from manta.service.identity import Identity, digest_of, new_browser_token, new_key
-from manta.service.ids import KEY_ID_PATTERN, TARGET_PATTERN
+from manta.service.ids import JOB_ID_PATTERN, KEY_ID_PATTERN, TARGET_PATTERN
 from manta.service.store import audit, keys, projects
 from manta.service.store.audit import AuditRecord
 from manta.service.store.errors import KeyNotFound, LinkInvalid, ProjectExists, ProjectNotFound
@@ -174,12 +174,17 @@ def create_link(response: Response, control: Control, caller: Caller) -> access_
     responses={
         200: {"description": "Signed in: a page that forwards to the dashboard"},
         303: {"description": "The link is not valid: redirects to the dashboard, or to instructions for signing in"},
-        **anonymous(CROSS_SITE, LinkInvalid, DATABASE_UNAVAILABLE),
+        **anonymous(CROSS_SITE, InvalidParameter, LinkInvalid, DATABASE_UNAVAILABLE),
     },
 )
-def open_link(request: Request, control: Control, token: Annotated[str, Path(description="The secret")]) -> Response:
+def open_link(
+    request: Request,
+    control: Control,
+    token: Annotated[str, Path(description="The secret")],
+    job: Annotated[str | None, Query(pattern=f"^{JOB_ID_PATTERN}$", description="Job whose page is opened")] = None,
+) -> Response:
     """Sign this browser in, and forward it to the dashboard. A browser that opens the link again is forwarded, too."""
-    dashboard = f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/"
+    dashboard = f"{request.scope.get('root_path', '')}{DASHBOARD_PATH}/" + (f"jobs/{job}" if job else "")
     secret, address = new_browser_token(), request_of_caller(request).address
 
     def operation(session: Session) -> BrowserToken:

@@ -14,7 +14,7 @@ from manta.api.problems import OF_A_JOB, MalformedJson, changes
 from manta.api.security.access import Caller, Forbidden, JobId
 from manta.api.security.permissions import NEEDS
 from manta.service.cluster.errors import ClusterUnavailable
-from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.control.faults import FaultNotConfirmed, FaultNotPossible, FaultsNotAllowed
 from manta.service.errors import InvalidParameter
 from manta.service.store import jobs
 from manta.service.stored_specs import SpecNotUnderstood
@@ -50,5 +50,8 @@ def inject_fault(
         raise Forbidden(NEEDS["drain_node"], caller)
     control.store.query(jobs.get, job_id)
     fault = Fault(id=f"fault_{secrets.token_hex(6)}", **wanted.model_dump())
-    control.tell(job_id, Arm(fault))
+    try:
+        control.tell(job_id, Arm(fault))
+    except FaultNotConfirmed as unconfirmed:
+        return schemas.Fault(id=fault.id, message=f"{fault.sentence}: {unconfirmed}", confirmed=False)
     return schemas.Fault(id=fault.id, message=fault.sentence)

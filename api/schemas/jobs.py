@@ -120,6 +120,8 @@ class Fault(Answer):
     """Id in the job's events."""
     message: str
     """Description for users."""
+    confirmed: bool = True
+    """False if the rank's agent has not confirmed it in time: it may happen all the same, so do not repeat it."""
 
 
 JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finished"]
@@ -127,10 +129,14 @@ JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finis
 
 
 class LatestMetrics(Answer):
-    """Latest known value of each metric."""
+    """Metrics of a job as single numbers."""
 
     latest: dict[str, Number]
-    """By metric name, including `step`; null if not known yet."""
+    """The latest known value by metric name, including `step`; null if not known yet."""
+    mean: dict[str, Number] = Field({})
+    """Means of step_seconds, tokens_per_second, mfu_full, mfu_causal and hfu_full: over the last 20 steps, or over the
+    whole run of a job that is over (of some 256 steps of it), without the first step after each start; null if not
+    known yet."""
 
 
 class Queue(Answer):
@@ -181,6 +187,8 @@ class Job(Answer):
     """Latest metrics."""
     goodput: float | None
     """Compute / (wall - queue - pause) by the job's ledger, 0 to 1; null before the first committed step."""
+    running_seconds: float | None = None
+    """Time since it was submitted without the queue and pauses; null before its first start."""
     queue: Queue
     """Position in the queue."""
     created_at: Time
@@ -259,6 +267,8 @@ class DryRun(Answer):
     """Estimated time and memory of a step on this cluster."""
     plan_note: str | None = None
     """A note about the estimated times, or why there is no plan."""
+    lacks_slots: bool = False
+    """Whether the layout needs more slots than there are, as `plan_note` says; the job would wait for them."""
     data_problem: str | None = None
     """Why the job would fail because its data, tokenizer or weights are missing; null if they exist or that cannot be
     checked."""

@@ -334,7 +334,7 @@ class ControlPlane:
     def tell(self, job_id: str, request: JobRequest | RankRequest) -> None:
         """Have a job carry out `request`. One to its owner is in the database already, and wakes the control plane that
         owns the job. One to ranks is passed on to their agents: raises JobNotFound, FaultsNotAllowed, FaultNotPossible,
-        NoRanks, RankTimeout, SpecNotUnderstood, ClusterUnavailable."""
+        FaultNotConfirmed, NoRanks, RankTimeout, SpecNotUnderstood, ClusterUnavailable."""
         match request:
             case Arm(fault):
                 if not self._options.allow_faults:

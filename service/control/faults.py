@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from manta.service.cluster.agent_client import AgentClient, AgentError, within
+from manta.service.cluster.agent_client import AgentClient, AgentError, AgentFailed, within
 from manta.service.cluster.cluster import Cluster
 from manta.service.cluster.placement import agent_name
 from manta.service.cluster.sizes import in_use
@@ -17,6 +17,7 @@ from manta.service.store.tables import Job
 from manta.service.stored_specs import stored_spec
 from manta.service.words import no_such_rank
 from manta.workers.config import JobSpec
+from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import to_json
 from manta.workers.protocol.messages import BETWEEN_STEPS, Fault
 from manta.workers.protocol.requests import Arm
@@ -40,6 +41,15 @@ class FaultNotPossible(ServiceError):
     kind = ErrorKind("fault_not_possible", 409, "the fault could never happen")
 
 
+class FaultNotConfirmed(MantaError):
+    """The fault was sent to its agent, which has not said that it has taken it: it may still happen."""
+
+    def __init__(self, rank: int):
+        super().__init__(
+            f"sent, but the agent of rank {rank} has not confirmed it yet; the event fault_struck says if it happens"
+        )
+
+
 class FaultInjector:
     """Has agents inject faults. Called on the control plane's own thread."""
 
@@ -49,8 +59,8 @@ class FaultInjector:
         self._store, self._cluster, self._owned = store, cluster, owned
 
     async def inject(self, job_id: str, fault: Fault) -> None:
-        """Have the agent of the fault's rank inject it. Raises JobNotFound, FaultNotPossible, SpecNotUnderstood,
-        ClusterUnavailable."""
+        """Have the agent of the fault's rank inject it. Raises JobNotFound, FaultNotPossible, FaultNotConfirmed,
+        SpecNotUnderstood, ClusterUnavailable."""
         job, names = await asyncio.to_thread(self._job, job_id)
         spec = stored_spec(job).spec
         agents = self._owned(job_id) or await self._find(job, spec, names)
@@ -64,8 +74,10 @@ class FaultInjector:
         )
         try:
             await within(INJECT_SECONDS, agent.tell(Arm(fault)))
+        except AgentFailed as error:
+            raise FaultNotPossible(f"the agent of rank {fault.rank} refused it: {error}") from error
         except AgentError as error:
-            raise FaultNotPossible(f"the agent of rank {fault.rank} does not answer; try again") from error
+            raise FaultNotConfirmed(fault.rank) from error
 
     def _job(self, job_id: str) -> tuple[Job, list[str]]:
         """A job that runs, and the names of the agents that its ranks had last."""

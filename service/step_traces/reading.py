@@ -53,7 +53,7 @@ class NothingMeasured(ServiceError):
         why = (
             "has committed no step of its own yet" if of_phases else "has no whole trace in the layout that it runs in"
         )
-        super().__init__(f"job {job_id}, at step {step}, {why}; `manta trace {job_id}` makes one while it trains")
+        super().__init__(f"{job_id}, at step {step}, {why}; `manta trace {job_id}` makes one while it trains")
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[budget.Part, ...
         steps = [newest - back * every for back in range(MEASURED_STEPS) if newest > back * every]
         if parts := budget.of_phases(metrics.rows_at(session, job.id, job.generation, steps), spec):
             return parts
-    seconds = metrics.recent_step_seconds(session, [job]).get(job.id)
+    seconds = metrics.means(session, [job]).get(job.id, {}).get("step_seconds")
     current = [each for each in generations.of_job(session, job.id) if each.committed_steps]
     if seconds is None or not current:
         return ()

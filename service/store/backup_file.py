@@ -17,9 +17,10 @@ from sqlalchemy import Connection, delete, func, insert, select, text
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from manta.service.revisions import newest_revision
 from manta.service.states import JobState
 from manta.service.store import events, jobs, leases
-from manta.service.store.database import Store, newest_revision, open_database
+from manta.service.store.database import Store, open_database
 from manta.service.store.errors import StoreUnusable
 from manta.service.store.health import refuse_none
 from manta.service.store.location import sqlite_url

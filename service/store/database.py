@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, text
@@ -21,6 +20,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionLeft
 from sqlalchemy.orm import Session, sessionmaker
 from sqlalchemy.pool import QueuePool
 
+from manta.service.revisions import MIGRATIONS, all_revisions, newest_revision
 from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.location import file_of, parse_url
 from manta.service.store.sqlite import SqliteDatabase
@@ -41,7 +41,6 @@ FIRST_RELEASED = "0006"
 """Revision of the first release. Earlier databases belong to no release."""
 OLDEST_READER = "0009"
 """The content of the table `compatibility` after the newest migration."""
-MIGRATIONS = Path(__file__).parent / "migrations"
 _ADVICE = "restore a backup that a release has made, or begin anew with another database"
 _CONFLICTS = 5
 """Immediate repetitions of a write that conflicted with another one."""
@@ -159,7 +158,7 @@ class Store:
             if current > newest_revision():
                 self._use_newer(current)
                 return
-            if current not in _revisions():
+            if current not in all_revisions():
                 raise StoreUnusable(self.location, MantaError(f"its revision {current} is that of no release"), _ADVICE)
             self.database.back_up(current, newest_revision())
         from alembic import command
@@ -314,16 +313,6 @@ def _log_failure(written: Future[None]) -> None:
     error = None if written.cancelled() else written.exception()
     if error is not None:
         log.warning("a write in the background has failed (%s)", getattr(error, "orig", None) or error)
-
-
-def newest_revision() -> str:
-    """Of the schema that this version works with."""
-    return max(_revisions())
-
-
-def _revisions() -> list[str]:
-    """Revisions of releases, which the file names of migrations begin with."""
-    return [path.name.partition("_")[0] for path in (MIGRATIONS / "versions").glob("[0-9]*.py")]
 
 
 def open_database(url: str, name: str = "manta") -> SqliteDatabase | PostgresDatabase:

@@ -27,10 +27,10 @@ class IllegalTransition(ServiceError):
         if action is not None:
             legal, advice = tuple(ACTIONS[action]), ADVICE.get((action, state))
             rule = f"; {action} works only while it is {legal[0]}" if len(legal) == 1 else ""
-            super().__init__(f"job {job_id} is {state}{rule}" + (f": {advice}" if advice else ""))
+            super().__init__(f"{job_id} is {state}{rule}" + (f": {advice}" if advice else ""))
         else:
             exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
-            super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")
+            super().__init__(f"{job_id} is {state} and cannot become {target}; what may follow: {exits}")
 
 
 class JobNotFinal(ServiceError):
@@ -40,7 +40,7 @@ class JobNotFinal(ServiceError):
 
     def __init__(self, job_id: str, state: JobState):
         super().__init__(
-            f"job {job_id} is {state}, and only a job that is over can be deleted: cancel it first "
+            f"{job_id} is {state}, and only a job that is over can be deleted: cancel it first "
             f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
         )
 
@@ -51,7 +51,7 @@ class JobBeingDeleted(ServiceError):
     kind = ErrorKind("job_being_deleted", 409, "the job is being deleted")
 
     def __init__(self, job_id: str):
-        super().__init__(f"job {job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
+        super().__init__(f"{job_id} is being deleted, and part of it may be gone: finish that with `manta delete`")
 
 
 class JobBeingExported(ServiceError):
@@ -60,7 +60,7 @@ class JobBeingExported(ServiceError):
     kind = ErrorKind("job_being_exported", 409, "weights of the job are being exported")
 
     def __init__(self, job_id: str):
-        super().__init__(f"a checkpoint of job {job_id} is being exported: delete the job once that is done")
+        super().__init__(f"a checkpoint of {job_id} is being exported: delete the job once that is done")
 
 
 class JobChanged(ServiceError):
@@ -70,7 +70,7 @@ class JobChanged(ServiceError):
 
     def __init__(self, job_id: str, version: str):
         super().__init__(
-            f"job {job_id} has changed since it was read (its version is {version} now): read it again, "
+            f"{job_id} has changed since it was read (its version is {version} now): read it again, "
             "and repeat the change if it still makes sense"
         )
 
@@ -81,7 +81,7 @@ class TraceNotFound(ServiceError):
     kind = ErrorKind("trace_not_found", 404, "the job has no such trace, or nothing was recorded for it")
 
     def __init__(self, job_id: str):
-        super().__init__(f"job {job_id} has no such trace, or not any more; `manta traces {job_id}` lists those it has")
+        super().__init__(f"{job_id} has no such trace, or not any more; `manta traces {job_id}` lists those it has")
 
 
 class TraceNotPossible(ServiceError):
@@ -97,7 +97,7 @@ class IdempotencyConflict(ServiceError):
 
     def __init__(self, key: str, job_id: str):
         super().__init__(
-            f"Idempotency-Key {key!r} was used before for job {job_id} with another body; use a new key for a new job"
+            f"Idempotency-Key {key!r} was used before for {job_id} with another body; use a new key for a new job"
         )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from sqlalchemy import Connection, exists, func, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from manta.service.store.database import Store, newest_revision
+from manta.service.revisions import newest_revision
+from manta.service.store.database import Store
 from manta.service.store.errors import StoreEmpty, StoreUnusable
 from manta.service.store.installation_tables import Compatibility, Installation
 from manta.service.store.sqlite import SqliteDatabase

@@ -278,17 +278,17 @@ def _refuse_impossible(
 ) -> None:
     world = _layout(job).world_size
     if is_final(job.state):
-        raise TraceNotPossible(f"job {job.id} is {job.state}: only a job that still trains can be traced")
+        raise TraceNotPossible(f"{job.id} is {job.state}: only a job that still trains can be traced")
     if first_step > job.steps or job.step >= job.steps:
-        raise TraceNotPossible(f"job {job.id} ends with step {job.steps}, and has committed {job.step}")
+        raise TraceNotPossible(f"{job.id} ends with step {job.steps}, and has committed {job.step}")
     if steps * world > MAX_RANK_STEPS:
         most = MAX_RANK_STEPS // world
         advice = f"trace {most} at most" if most else "such a job cannot be traced"
         raise TraceNotPossible(f"{steps} steps of {world} ranks are too many for one trace: {advice}")
     if len(unfinished) >= MAX_WAITING:
-        raise TraceNotPossible(f"{len(unfinished)} traces of job {job.id} are unfinished: wait for one of them")
+        raise TraceNotPossible(f"{len(unfinished)} traces of {job.id} are unfinished: wait for one of them")
     if foreign := [rank for rank in profiler_ranks if rank >= world]:
-        raise TraceNotPossible(no_such_rank(f"job {job.id}", foreign[0], world))
+        raise TraceNotPossible(no_such_rank(job.id, foreign[0], world))
 
 
 def _layout(job: Job) -> ParallelConfig:

@@ -1,10 +1,13 @@
 """Faults over HTTP: refused unless they are allowed, checked before they reach a job."""
 
+from unittest.mock import Mock
+
 import pytest
 from typer.testing import CliRunner
 
 from manta.api.cli.main import app
 from manta.api.client import Client
+from manta.service.control.faults import FaultNotConfirmed
 from manta.workers.protocol.json_codec import to_json
 
 
@@ -46,6 +49,15 @@ def test_fault_that_is_invalid_or_can_never_strike_is_refused_with_a_reason(serv
     assert (response.status_code, response.json()["code"]) == refused
     assert said in response.json()["detail"]
     assert service.control.faults == []
+
+
+def test_fault_that_was_sent_and_not_confirmed_is_accepted_and_says_so(service, address, monkeypatch):
+    service.control.allow_faults = True
+    assert service.http.post(address, json={"kind": "kill", "rank": 1}).json()["confirmed"] is True
+    monkeypatch.setattr(service.control, "tell", Mock(side_effect=FaultNotConfirmed(1)))
+    response = service.http.post(address, json={"kind": "kill", "rank": 1})
+    assert (response.status_code, response.json()["confirmed"]) == (202, False)
+    assert "kill of rank 1" in response.json()["message"] and "not confirmed it yet" in response.json()["message"]
 
 
 def test_faults_of_a_job_that_is_not_there(service):

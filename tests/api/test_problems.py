@@ -33,7 +33,7 @@ def test_unknown_spec_key_is_reported_with_the_closest_known_key(service, docume
     document["train"]["step"] = document["train"].pop("steps")
     problem = check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
     errors = {error["path"]: error for error in problem["errors"]}
-    assert errors["train.step"]["suggestion"] == "steps"
+    assert errors["train.step"]["suggestion"] == "train.steps"
     assert "train.steps" in errors
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from manta.api.client import Client
 from manta.service.cluster.ray_head import RayHead
-from manta.service.store.database import newest_revision
+from manta.service.revisions import newest_revision
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import PROTOCOL, SPOKEN
 from manta.workers.snapshot.files import stored_steps

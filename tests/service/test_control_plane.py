@@ -21,9 +21,10 @@ from manta.service.job.inbox import Cancel, Resize
 from manta.service.job.supervisor import Supervisor
 from manta.service.leases.decisions import RayMismatch
 from manta.service.leases.held import Leases
+from manta.service.revisions import newest_revision
 from manta.service.states import JobState
 from manta.service.store import jobs
-from manta.service.store.database import FIRST_RELEASED, newest_revision
+from manta.service.store.database import FIRST_RELEASED
 from manta.workers.paths import Paths
 from manta.workers.protocol.messages import ProtocolMismatch
 from tests.service.support.control_planes import (

@@ -9,8 +9,9 @@ from unittest.mock import AsyncMock
 import pytest
 
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
+from manta.service.control import faults
 from manta.service.control.control_plane import ControlPlane
-from manta.service.control.faults import FaultNotPossible, FaultsNotAllowed
+from manta.service.control.faults import FaultNotConfirmed, FaultNotPossible, FaultsNotAllowed
 from manta.service.job.inbox import Cancel, Pause, Resize, Trace
 from manta.service.store import jobs, pauses_and_retries, step_traces
 from manta.service.store.errors import JobNotFinal, JobNotFound
@@ -200,9 +201,18 @@ def test_fault_is_armed_at_the_agent_of_its_rank(start, cluster, submit, store):
     plane.tell(job.id, Arm(FAULT))
     assert [len(agent.faults) for agent in cluster.agents.living.values()] == [1, 0]
     next(iter(cluster.agents.living.values())).refuse("tell fault", "no")
-    with pytest.raises(FaultNotPossible, match="does not answer"):
+    with pytest.raises(FaultNotPossible, match="refused it: no"):
         plane.tell(job.id, Arm(FAULT))
     assert log(store, job)[-2:] == ["fault_injected", "fault_injected"]
+
+
+def test_fault_whose_agent_answers_late_is_not_reported_as_refused(start, cluster, submit, monkeypatch):
+    monkeypatch.setattr(faults, "INJECT_SECONDS", 0.01)
+    plane = start(allow_faults=True)
+    job = running(plane, cluster, submit)
+    next(iter(cluster.agents.living.values())).silent = True
+    with pytest.raises(FaultNotConfirmed, match="sent, but the agent of rank 0 has not confirmed it yet"):
+        plane.tell(job.id, Arm(FAULT))
 
 
 def test_cluster_shows_nodes_slots_and_ranks(start, cluster, submit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,15 @@ def with_changes(document: Any, changes: Mapping[str, Any]) -> Any:
     for path, value in changes.items() if isinstance(document, dict) else ():
         document = _with(document, path.split("."), value, path)
     return document
+
+
+def without(document: Any, path: str) -> Any:
+    """`document` without the key at `path`; unchanged if there is none."""
+    key, _, rest = path.partition(".")
+    if not isinstance(document, dict) or key not in document:
+        return document
+    kept = {name: value for name, value in document.items() if name != key}
+    return {**kept, key: without(document[key], rest)} if rest else kept
 
 
 def changes_in(texts: Iterable[str]) -> dict[str, Any]:
@@ -58,11 +68,15 @@ def split_change(text: str) -> tuple[str, str]:
 def value_in(path: str, text: str) -> Any:
     """`text` parsed as YAML, as the value for `path`. Raises SpecError."""
     try:
-        return read_yaml(text)
+        value = read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: an invalid date
         why = getattr(error, "problem", None)  # of PyYAML
         rule = f"{text!r} is not a valid YAML value{f' ({why})' if why else ''}"
         raise SpecError([Problem(path, rule, "put it into quotes")]) from error
+    if isinstance(value, dict) and any(each is None and ":" in str(key) for key, each in value.items()):
+        meant = re.sub(r":(?=[^\s:])", ": ", text)
+        raise SpecError([Problem(path, "YAML needs a space after the colon between a key and its value", meant)])
+    return value
 
 
 def _with(document: Any, parts: Sequence[str], value: Any, path: str) -> Any:

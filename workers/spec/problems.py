@@ -98,6 +98,8 @@ _UNQUOTED = ": in quotes it stays as it was written"
 """What a number or date is told that is to be a string; its zeros and digits are not known any more."""
 
 
+UNKNOWN_KEY = "unknown key"
+"""The rule that a key which no section has breaks."""
 MAX_PROBLEMS = 20
 """Maximum number of problems that are described: a document may have as many as it has keys."""
 _MAX_KEY_CHARACTERS = 60
@@ -132,7 +134,7 @@ def _problem_of(path: str, item: Any) -> Problem:
     kind, context, value = item["type"], item.get("ctx", {}), item["input"]
     if kind == "extra_forbidden":
         parent, _, key = path.rpartition(".")
-        return Problem(path, "unknown key", _closest_key(parent, key))
+        return Problem(path, UNKNOWN_KEY, _closest_key(parent, key))
     if kind == "missing":
         return Problem(path, "required, but missing", _example_of(path))
     if kind in _TYPE_NAMES:
@@ -322,15 +324,15 @@ _OTHER_NAMES = {
 
 
 def _closest_key(parent: str, key: str) -> str | None:
-    """The nearest known key: in the section, otherwise anywhere in the spec (by its full path)."""
+    """Full path of the nearest known key: in the section, otherwise anywhere in the spec. If none is near, the keys of
+    the section."""
     if meant := _OTHER_NAMES.get(key.lower()):
-        within, _, name = meant.rpartition(".")
-        return name if within == parent else meant
+        return meant
     section = _section_at(parent)
     names = _keys_of(section) if section else []
     own = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
     if own:
-        return own[0]
+        return f"{parent}.{own[0]}" if parent else own[0]
     elsewhere = difflib.get_close_matches(key, _paths_by_key(), n=1, cutoff=0.75)
     if elsewhere:
         return _paths_by_key()[elsewhere[0]]

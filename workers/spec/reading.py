@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import yaml
 from pydantic import ValidationError
 
 from manta.workers.config import BUILT_IN_TOKENIZERS, CHATML, JobSpec
-from manta.workers.spec.problems import Problem, SpecError, kind_of, problems_of
+from manta.workers.spec.changes import with_changes, without
+from manta.workers.spec.problems import UNKNOWN_KEY, Problem, SpecError, kind_of, problems_of
 from manta.workers.spec.rules import find_problems
 from manta.workers.spec.submitted import with_shape_of_weights
 from manta.workers.spec.yaml import read_yaml
@@ -22,19 +25,40 @@ MAX_BYTES = 2**20
 def parse_job_spec(document: Any) -> JobSpec:
     """Check `document` (a mapping as read from YAML or JSON) and return the JobSpec.
 
-    Raises SpecError with all problems: first those of structure and types; if there are none, those of the rules across
-    fields.
+    Raises SpecError with all problems: first those of structure and types, then those of the rules across fields that
+    have nothing to do with the former.
     """
     if not isinstance(document, dict):
         raise SpecError([Problem("", f"a job spec is a mapping of sections, not {kind_of(document)}", "model: {...}")])
     try:
         spec = JobSpec.model_validate(document)
     except ValidationError as error:
-        raise SpecError(problems_of(error)) from error
+        problems = problems_of(error)
+        raise SpecError([*problems, *_broken_rules(document, problems)]) from error
     problems = find_problems(spec)
     if problems:
         raise SpecError(problems)
     return spec
+
+
+def _broken_rules(document: dict[Any, Any], problems: Sequence[Problem]) -> list[Problem]:
+    """Rules across fields that `document` breaks in fields without `problems`, for which the suggested values stand
+    in."""
+    mended, touched = document, set()
+    try:
+        for problem in problems:
+            meant = problem.suggestion or ""
+            if problem.rule != UNKNOWN_KEY:
+                mended = with_changes(mended, {problem.path: read_yaml(meant)})
+                touched.add(problem.path.rpartition(".")[2])
+                continue
+            if without(document, meant) == document:  # and the key that was meant is missing
+                touched.add(meant.rpartition(".")[2])
+            mended = without(mended, problem.path)
+        broken = find_problems(JobSpec.model_validate(mended))
+    except (ValidationError, SpecError, yaml.YAMLError, ValueError):
+        return []
+    return [each for each in broken if touched.isdisjoint(re.findall(r"\w+", f"{each.path} {each.rule}"))]
 
 
 def load_job_spec(path: Path) -> JobSpec:

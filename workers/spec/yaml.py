@@ -88,6 +88,28 @@ def read_yaml(text: str) -> Any:
         loader.dispose()
 
 
+def line_at(text: str, path: str) -> int | None:
+    """Line, from 1, of the key at a dotted path such as `train.steps` in a document, or of the section that lacks it;
+    None if that is the whole document. Raises yaml.YAMLError, ValueError."""
+    loader, line = _Loader(text), None
+    try:
+        node = loader.get_single_node()
+    finally:
+        loader.dispose()
+    for part in path.split("."):
+        if isinstance(node, yaml.SequenceNode) and part.isdecimal() and int(part) < len(node.value):
+            key = node = node.value[int(part)]
+        elif isinstance(node, yaml.MappingNode):
+            entries = ((key, value) for key, value in node.value if getattr(key, "value", None) == part)
+            key, node = next(entries, (None, None))
+        else:
+            break
+        if key is None:
+            break
+        line = key.start_mark.line + 1
+    return line
+
+
 def _values_in(node: yaml.Node, known: dict[yaml.Node, int | None]) -> int:
     """Number of values in `node`, with aliases expanded. `known` has the numbers of nodes counted before, and None for
     nodes being counted."""

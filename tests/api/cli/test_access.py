@@ -3,10 +3,12 @@
 import json
 import time
 from functools import partial
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from manta.api.cli import access
 from manta.api.client import Client
 from manta.service.store import Store, keys
 from manta.service.store.location import sqlite_url
@@ -84,7 +86,21 @@ def test_link_command_prints_a_dashboard_link_that_works_once(manta):
     link = manta("link").stdout.strip()
     assert httpx.get(link).status_code == 200
     assert httpx.get(link).status_code == 404
-    assert json.loads(manta("link", "--json").stdout)["path"].startswith("/link/manta_browser_")
+    known = json.loads(manta("link", "--json").stdout)
+    assert known["path"].startswith("/link/manta_browser_") and known["url"].endswith(known["path"])
+
+
+def test_links_to_the_page_of_a_job(manta, service, monkeypatch):
+    job, browser = service.submit()["id"], Mock()
+    assert f'href="/ui/jobs/{job}"' in httpx.get(manta("link", "small").stdout.strip()).text
+    assert httpx.get(manta("link").stdout.strip(), params={"job": "//elsewhere"}).status_code == 422
+    monkeypatch.setattr(access.webbrowser, "get", lambda: browser)
+    assert manta("open", job).stdout == f"{service.url}/ui/jobs/{job}\n"
+    assert manta("open").stdout == f"{service.url}/ui/\n"
+    assert [call.args for call in browser.open_new_tab.call_args_list] == [
+        (f"{service.url}/ui/jobs/{job}",),
+        (f"{service.url}/ui/",),
+    ]
 
 
 def test_key_is_created_in_the_database_before_a_service_runs(manta, tmp_path):

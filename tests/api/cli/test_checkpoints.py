@@ -1,6 +1,8 @@
 """`manta checkpoints` and `export`: what there is, whether it is whole, and copies of it."""
 
 import json
+from dataclasses import replace
+from unittest.mock import Mock, call
 
 import pytest
 from typer.testing import CliRunner
@@ -101,7 +103,7 @@ def test_deletion_of_the_newest_checkpoint_is_confirmed_and_forced(manta, servic
 
     service.store.write(prepare)
     delete = ("checkpoints", "delete", job, "--step")
-    assert "--yes deletes without asking" in manta(*delete, 10, code=2)
+    assert "use --yes" in manta(*delete, 10, code=2)
     assert "has no complete checkpoint of step 30" in manta(*delete, 30, "--yes", code=2)
     assert "force" in manta(*delete, 20, "--yes", code=2) and checkpoint_path(folder, 20, 1).is_dir()
     older, newest = (str(checkpoint_path(folder, step, 1)) for step in (10, 20))
@@ -137,7 +139,7 @@ def test_checkpoints_are_pulled_and_pushed_to_folders_intact(manta, job, folder,
 
 
 def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(manta, job, folder, tmp_path):
-    assert "dcp is an exact copy" in manta("export", job, "--to", tmp_path / "out", "--dtype", "bf16", code=2)
+    assert "dcp is an exact copy" in manta("export", job, "--format", "dcp", "--dtype", "bf16", code=2)
     hf = ("export", job, "--format", "hf", "--to")
     assert "hf is written to a local folder" in manta(*hf, "s3://bucket/out", code=2)
     assert "--shard-size 'much' is not a size: use 500MB or 5GB" in manta(
@@ -147,6 +149,26 @@ def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(ma
     said = manta(*hf, tmp_path / "out", code=2)
     assert said.count("\n") == 1 and str(checkpoint_path(folder, 20, 2)) in said, "the process's own sentence"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "written"), [
+        ("llama", [], ("hf", "small-step-20")), ("custom", [], ("safetensors", "small-step-20")),
+        ("llama", ["--dtype", "bf16", "--to", "x"], ("hf", "x")),
+        ("llama", ["--format", "dcp"], (None, "small-step-20")),
+        ("llama", ["--to", "x"], (None, "x")),
+    ],
+)  # fmt: skip
+def test_export_writes_what_a_person_means_unless_a_folder_is_given(manta, job, monkeypatch, family, given, written):
+    made = Mock()
+    read = commands.manifest_of
+    monkeypatch.setattr(
+        commands, "manifest_of", lambda at: replace(read(at), spec={"name": "small", "model": {"family": family}})
+    )
+    monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format.value, to))
+    monkeypatch.setattr(commands, "_copy", lambda source, target, as_json: made(None, str(target)))
+    manta("export", job, *given)
+    assert made.mock_calls == [call(*written)]
 
 
 def test_copied_checkpoint_with_a_changed_name_gets_its_proper_name(manta, folder, tmp_path):

@@ -12,8 +12,9 @@ from manta.api.cli import main
 from manta.api.cli.main import app
 from manta.api.server import lock_home
 from manta.service.doctor import Finding
+from manta.service.revisions import newest_revision
 from manta.service.store import Store, jobs
-from manta.service.store.database import FIRST_RELEASED, newest_revision
+from manta.service.store.database import FIRST_RELEASED
 from manta.workers.spec.reading import parse_job_spec
 from tests.api.support.keys import add_key
 

@@ -9,13 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from manta.api.cli import main
-from manta.api.cli.main import COMMANDS
+from manta.api.cli.overview import COMMANDS, MODULES, overview
 from manta.api.rest_version import REST
-from manta.service.store.database import newest_revision
+from manta.service.revisions import newest_revision
 from manta.workers.protocol.messages import PROTOCOL
 
 LOADED = "import sys; from manta.api.cli.main import command_line; [command_line(each) for each in sys.argv[1:]]; "
@@ -37,6 +36,14 @@ def test_commands_that_only_ask_a_service_import_neither_sqlalchemy_nor_torch() 
     assert modules.isdisjoint({f"manta.api.cli.{module}" for module in others})
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["no-such-command"], []])
+def test_help_and_version_import_no_client_and_no_schemas(arguments: list[str]) -> None:
+    script = "import atexit, sys; atexit.register(lambda: print(*sys.modules)); "
+    command = [sys.executable, "-c", f"{script}from manta.api.cli.__main__ import main; main()", *arguments]
+    modules = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()[-1].split()
+    assert "typer" in modules and {"manta.api.schemas", "httpx", "sqlalchemy", "manta.api.cli.main"}.isdisjoint(modules)
+
+
 def test_service_imports_no_driver_of_a_database_before_it_is_known_which():
     script = "import sys, manta.api.server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=True)
@@ -50,16 +57,16 @@ def test_command_line_has_every_command_with_the_module_of_the_table(wanted: str
     for each in app.registered_groups:
         assert each.typer_instance is not None
         callbacks[str(each.name)] = each.typer_instance.registered_commands[0].callback
-    modules = {command: module for commands in COMMANDS.values() for command, module in commands.items()}
     assert {name: getattr(callback, "__module__", "") for name, callback in callbacks.items()} == {
-        name: f"manta.api.cli.{module}" for name, module in modules.items()
+        name: f"manta.api.cli.{module}" for name, module in MODULES.items()
     }
-    assert len(app.registered_commands) + len(app.registered_groups) == len(modules)
+    assert len(app.registered_commands) + len(app.registered_groups) == len(MODULES)
 
 
 def test_every_command_has_a_panel_in_the_help() -> None:
     placed = [name for commands in COMMANDS.values() for name in commands]
-    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(main.command_line(), ["--help"]).output
+    shown = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(overview(), ["--help"]).output
+    assert shown == CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(main.command_line(), ["--help"]).output
     at = [re.search(rf"^\W*{name} +[A-Z]", shown, re.MULTILINE) for name in placed]
     assert [each.start() for each in at if each] == sorted(each.start() for each in at if each) and all(at)
     assert max(len(line) for line in shown.splitlines()) <= 200 and len(shown.splitlines()) < len(placed) + 40
@@ -74,8 +81,8 @@ def test_output_to_a_full_disk_is_reported_in_one_sentence() -> None:
 
 
 NO_ROOM = "the output cannot be written: No space left on device; the command itself may have succeeded\n"
-RUN = "import sys; from pathlib import Path; from manta.api.cli import __main__, main; "
-RUN += "main.command_line = lambda wanted: lambda: {}; __main__.main()"
+RUN = "import sys; from pathlib import Path; from manta.api.cli import __main__, overview; "
+RUN += "overview.overview = lambda: lambda: {}; __main__.main()"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device on which no room is left is Linux's")
@@ -95,17 +102,8 @@ def test_full_disk_message_is_for_standard_output_only(characters: int) -> None:
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def app():
-    made = typer.Typer()
-    made.callback()(main._options)
-    for name in ("one", "other"):
-        made.command(name)(lambda: None)
-    return made
-
-
-def test_version_command_prints_release_rest_protocol_and_database_revision(app):
-    said = CliRunner().invoke(app, ["--version"])
+def test_version_command_prints_release_rest_protocol_and_database_revision():
+    said = CliRunner().invoke(overview(), ["--version"])
     release = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert said.exit_code == 0
     pattern = r"manta (\S+) \(REST ([\d, ]+); protocol ([\d, ]+); database revision (\d{4})\)\n"

@@ -8,8 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from manta.api.cli import main
+from manta.api.cli import jobs, main
 from manta.api.cli.main import app
+from manta.api.cli.overview import overview
 from manta.api.client import Client
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.recovery.timeline import RecoveryTimeline
@@ -40,7 +41,8 @@ def job(service):
         events.append(session, job_id, "told", "something [odd] happened", step=3)
 
     service.store.write(prepare)
-    service.report(job_id, [{"step": n, "loss": 3.5, "mfu_full": 0.25, "tokens_per_second": 1000} for n in (1, 2)])
+    row = {"loss": 3.5, "mfu_full": 0.25, "tokens_per_second": 1000, "step_seconds": 0.1}
+    service.report(job_id, [{**row, "step": n} for n in (1, 2)])
     folder = log_folder(service.control.home, job_id)
     folder.mkdir(parents=True)
     for rank in (0, 1):
@@ -173,12 +175,10 @@ def test_delete_command_asks_for_confirmation(manta, service, job, monkeypatch):
     refused = manta("delete", job, code=1, input="n\n")
     assert f"Delete {job} (small, FAILED, step 2 of 10)" in refused.stderr
     unasked = manta("delete", job, code=2)
-    assert unasked.stderr.endswith("\ncannot ask for confirmation here: --yes deletes without asking\n")
+    assert unasked.stderr.endswith("\nthere is no terminal to ask for confirmation: use --yes\n")
     with monkeypatch.context() as closed:
         closed.setattr(typer, "confirm", Mock(side_effect=RuntimeError("input(): lost sys.stdin")))
-        assert manta("delete", job, code=2).stderr.endswith(
-            "cannot ask for confirmation here: --yes deletes without asking\n"
-        )
+        assert manta("delete", job, code=2).stderr.endswith("there is no terminal to ask for confirmation: use --yes\n")
     assert manta("status", job).stdout
     assert manta("delete", job, input="y\n").stdout.count(f"{job} is deleted: 0 checkpoints, 2 log files, ")
     assert "manta ps" in manta("status", job, code=2).stderr
@@ -231,7 +231,7 @@ def test_errors_name_the_option_or_command_as_it_was_typed(manta, job):
 )
 def test_commands_and_options_are_completed_by_the_shell(words, completion):
     asked = {"_MANTA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
-    assert CliRunner().invoke(app, [], prog_name="manta", env=asked).stdout.split() == [completion]
+    assert CliRunner().invoke(overview(), [], prog_name="manta", env=asked).stdout.split() == [completion]
 
 
 def test_failure_of_the_service_exits_with_1(manta, service, monkeypatch):
@@ -379,6 +379,41 @@ def test_changing_commands_print_a_sentence_or_json(manta, service, document):
     assert fault["id"] == service.control.faults[-1].id
     assert (said := said_by("cancel", job))[0] == f"{job} is CANCELLING"
     assert said[1]["state"] == "CANCELLING"
+
+
+def test_job_list_can_be_ids_only_or_repeated_until_it_is_interrupted(manta, service, monkeypatch):
+    newer = [service.submit()["id"] for _ in range(2)][::-1]
+    assert manta("ps", "-q").stdout.split() == newer and manta("ps", "-q", "--state", "FAILED").stdout == ""
+    monkeypatch.setattr(jobs.time, "sleep", Mock(side_effect=[None, KeyboardInterrupt]))
+    assert manta("ps", "--watch").stdout.count(newer[0]) == 2
+    assert "--quiet" in manta("ps", "-w", "-q", code=2).stderr
+
+
+def test_errors_are_json_on_stderr_for_programs(manta, service, job):
+    def said(*command, code):
+        return json.loads(manta(*command, "--json", code=code).stderr)
+
+    assert said("status", "nothing", code=2)["code"] == "job_not_found"
+    assert said("ps", "--url", "http://127.0.0.1:9", code=3)["code"] == "unreachable"
+    refused = said("keys", "create", code=2)
+    assert refused == {"code": "bad_input", "detail": "give a name for the key: `manta keys create NAME`"}
+
+
+def test_metrics_show_the_steps_with_a_validation_and_say_what_is_left_out(manta, service, document):
+    job = service.http.post("/v1/jobs", json=document | {"train": {"steps": 40, "validate_every": 10}}).json()["id"]
+    service.move(job, "STARTING", "RUNNING")
+    service.store.write(lambda session: generations.begin(session, job, "submitted", False))
+    losses = {n: {"validation_loss": 2.5} if n % 10 == 0 else {} for n in range(1, 36)}
+    service.report(job, [{"step": n, "loss": 3.0, "step_seconds": 0.1, **more} for n, more in losses.items()])
+    shown = manta("metrics", job, "--max-points", 3)
+    assert [line.split()[0] for line in shown.stdout.splitlines()][-4:] == ["10", "20", "30", "35"]
+    assert "of 35 steps are shown; --max-points 10000 shows more" in shown.stderr
+    assert len(json.loads(manta("metrics", job, "--max-points", 3, "--json").stdout)["steps"]) == 3
+    service.move(job, "SUCCEEDED")
+    followed = manta("metrics", job, "--follow", "--after-step", 33, "--names", "loss").stdout.splitlines()
+    assert [line.split() for line in followed] == [["STEP", "LOSS"], ["34", "3.0000"], ["35", "3.0000"]]
+    lines = manta("metrics", job, "-f", "--after-step", 34, "--names", "loss", "--json").stdout
+    assert json.loads(lines) == {"step": 35, "loss": 3.0}
 
 
 def test_truncated_job_list_says_that_there_are_more(manta, service):

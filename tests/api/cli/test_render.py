@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.text import Text
 
 from manta.api import schemas
 from manta.api.cli import render
@@ -42,9 +43,8 @@ def make_job(**changes):
         "spec": {"priority": 7}, "steps": 60, "eta_seconds": None, "generation": 3, "restarts": 2, "goodput": 0.875,
         "parallel": {"tensor": 2, "pipeline": 4, "data": 8, "world_size": 64}, "queue": schemas.Queue(),
         "metrics": schemas.LatestMetrics(latest={
-            "loss": 2.34567, "validation_loss": 2.5, "tokens_per_second": 12345.6, "mfu_full": 0.415,
-            "mfu_causal": 0.305, "memory_bytes": 3.5 * 2**30, "snapshot_every_steps": 4.0,
-        }),
+            "loss": 2.34567, "validation_loss": 2.5, "memory_bytes": 3.5 * 2**30, "snapshot_every_steps": 4.0,
+        }, mean={"tokens_per_second": 12345.6, "mfu_full": 0.415, "mfu_causal": 0.305}),
         "created_at": later(0), "started_at": later(1), "finished_at": later(2),
     }  # fmt: skip
     return schemas.Job(**{**values, **changes})
@@ -60,35 +60,45 @@ def test_byte_sizes_are_printed_in_binary_units(count, text):
 
 
 def test_job_list_shows_one_row_per_job():
-    (row,) = rows(render.job_list, [make_job()])
+    (row,) = rows(render.job_list, [make_job(owner="ada", labels={"b": "2", "a": "1"}, running_seconds=125.0)])
     assert row == {
         "JOB": "job_1", "NAME": "small [odd]", "STATE": "FAILED", "STEP": "15/60", "LOSS": "2.3457",
-        "TOKENS/S": "12,346", "TxPxD": "2x4x8", "RESTARTS": "2", "SUBMITTED": render.moment(later(0)),
+        "TOKENS/S": "12,346", "TIME": "2m05s", "OWNER": "ada", "LAYOUT": "2x4x8", "RESTARTS": "2",
+        "SUBMITTED": render.moment(later(0)), "LABELS": "a=1, b=2", "WHY": "boom",
     }  # fmt: skip
 
 
-def test_job_page_shows_known_fields_and_dashes_for_the_rest():
-    job = make_job(memory_kept_until=later(3), queue=schemas.Queue(position=5))
+def test_job_list_on_a_narrow_terminal_has_reasons_below_the_table():
+    waits = make_job(id="job_00000000000a", state="QUEUED", queue=schemas.Queue(position=2), message="needs 8 slots")
+    jobs = [waits, make_job(id="job_00000000000b"), make_job(state="RUNNING", message="of no interest")]
+    out = Console(width=80, force_terminal=True, file=io.StringIO(), markup=False, no_color=True)
+    render.job_list(out, jobs)
+    lines = Text.from_ansi(out.file.getvalue()).plain.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].split()[:4] == ["JOB", "NAME", "STATE", "STEP"]
+    assert lines[-2:] == [
+        "small [odd] (job_00000000000a): position 2 in the queue: needs 8 slots",
+        "small [odd] (job_00000000000b): boom",
+    ]
+
+
+def test_job_page_shows_what_is_known_and_nothing_else():
+    job = make_job(memory_kept_until=later(3), queue=schemas.Queue(position=5), owner="ada", labels={"team": "x"})
     lines = dict(line.split("  ", 1) for line in printed(render.job_page, job).splitlines())
     said = {name.strip(): value.strip() for name, value in lines.items()}
-    assert said.pop("progress").endswith("15/60  loss 2.3457  12,346 tokens/s  MFU 41.5%  ETA -  restarts 2")
+    assert said.pop("progress").endswith("15/60  loss 2.3457  12,346 tokens/s  MFU 41.5%  restarts 2")
     assert said == {
-        "job": "job_1 (small [odd])", "why": "user_error: boom", "validation loss": "2.5000",
-        "layout": "2x4x8 (tensor x pipeline x data), 64 ranks", "maximum memory of a rank": "3.5 GiB",
-        "MFU, attention in full / causal": "41.5% / 30.5%", "goodput": "87.5%", "generation / restarts": "3 / 2",
-        "maximum steps redone after a crash": "4", "submitted": render.moment(later(0)),
-        "started": render.moment(later(1)), "finished": render.moment(later(2)),
-        "snapshots kept until": render.moment(later(3)), "queue": "place 5",
+        "job": "job_1 (small [odd])", "reason": "boom", "queue": "position 5", "validation loss": "2.5000",
+        "layout": "2x4x8 (tensor x pipeline x data), 64 ranks", "memory of the largest rank": "3.5 GiB",
+        "MFU": "41.5%", "MFU, causal attention": "30.5%", "goodput": "87.5%", "generation": "3, after 2 restarts",
+        "steps redone after a crash": "at most 4", "owner": "ada", "labels": "team=x",
+        "submitted": render.moment(later(0)), "started": render.moment(later(1)), "finished": render.moment(later(2)),
+        "snapshots kept until": render.moment(later(3)),
     }  # fmt: skip
     sets = {"data": {"source": "python-stdlib", "validation": [{"name": "code"}, {"name": "prose"}]}}
     latest = schemas.LatestMetrics(latest={"validation_loss_code": 1.25})
-    page = printed(render.job_page, make_job(spec=sets, metrics=latest)).splitlines()
-    losses = [line.split() for line in page if line.startswith("validation")]
-    assert losses == [["validation", "loss", "-"], ["validation", "loss", "code", "1.2500"],
-                      ["validation", "loss", "prose", "-"]]  # fmt: skip
-    healthy = printed(render.job_page, make_job(reason=None, message=None))
-    assert "snapshots kept until" not in healthy and "queue" not in healthy
-    assert [line.split()[-1] for line in healthy.splitlines() if line.startswith("why ")] == ["-"]
+    page = printed(render.job_page, make_job(spec=sets, metrics=latest, reason=None, message=None))
+    assert [line.split()[-2:] for line in page.splitlines() if "validation" in line] == [["code", "1.2500"]]
+    assert "reason" not in page and "queue" not in page
 
 
 @pytest.mark.parametrize(
@@ -96,7 +106,7 @@ def test_job_page_shows_known_fields_and_dashes_for_the_rest():
     [
         (False, None, None, None, "0.4 s"),
         (False, 0.5, None, None, "0.4 s, and takes 0.5 s (+25%)"),
-        (True, 0.3, None, None, "0.4 s, and takes 0.3 s (-25%) (assumed: this machine was not calibrated)"),
+        (True, 0.3, None, None, "0.4 s, and takes 0.3 s (a rough estimate: `manta calibrate` measures this machine)"),
         (False, 0.9, "0.9 s instead of 0.4 s", None, "0.9 s instead of 0.4 s"),
         (None, None, None, "no node has started yet", "no node has started yet"),
         (None, None, None, None, "-"),
@@ -236,7 +246,11 @@ def test_keys_projects_and_the_audit():
     shown = rows(render.key_table, [key, of_all, revoked])
     assert list(shown[0].values())[:6] == ["k1", "laptop", "-", "default", "read", render.moment(MOMENT)]
     assert [row["STATE"] for row in shown] == [f"until {render.moment(later(1))}", "good", "revoked"]
-    assert (shown[1]["USER"], shown[1]["PROJECT"], shown[1]["SCOPE"]) == ("ada", "all", "read, priority 5 at most")
+    assert (shown[1]["USER"], shown[1]["PROJECT"], shown[1]["SCOPE"]) == (
+        "ada",
+        "default",
+        "read, all projects, priority 5 at most",
+    )
     (row,) = rows(render.project_table, [access_schemas.Project(name="vision", created_at=MOMENT)])
     assert list(row.values()) == ["vision", render.moment(MOMENT)]
     entry = access_schemas.AuditEntry(

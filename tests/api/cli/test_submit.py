@@ -1,27 +1,81 @@
 """`manta submit`: which document it sends, what it prints, what is wrong with a file; sweeps, and `manta compare`."""
 
+import io
 import json
 import math
 import os
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import typer
 import yaml
+from rich.console import Console
+from rich.text import Text
 
 from manta.api.cli import jobs, main
 from manta.api.cli import submit as submit_commands
 from manta.api.cli.jobs import best_first, differing
 from manta.api.cli.submit import read_file, variants
+from manta.api.client import Client
 
 
 def test_submit_prints_only_the_job_id(manta, service, spec_file):
     job_id = manta("submit", spec_file).stdout.strip()
     assert service.http.get(f"/v1/jobs/{job_id}").json()["state"] == "QUEUED"
     assert json.loads(manta("submit", spec_file, "--json").stdout)["state"] == "QUEUED"
+
+
+def test_submit_on_a_terminal_says_layout_state_and_what_to_do_next(manta, service, spec_file, monkeypatch):
+    out = Console(force_terminal=True, file=io.StringIO(), width=200, markup=False, no_color=True)
+    monkeypatch.setattr(main, "console", lambda: out)
+    monkeypatch.setattr(submit_commands, "START_SECONDS", 0.0)
+    assert manta("submit", spec_file, "--name", "mine").stdout == ""
+    [(_, job_id)] = service.control.asked
+    lines = [line.split(maxsplit=1) for line in Text.from_ansi(out.file.getvalue()).plain.splitlines()]
+    assert dict(lines) == {
+        "submitted": f"mine ({job_id})", "layout": "2x2x1 (tensor x pipeline x data), 4 ranks",
+        "state": "QUEUED, position 1 in the queue", "dashboard": f"{service.url}/ui/jobs/{job_id}",
+        "next": f"manta logs -f {job_id}, manta status {job_id}, manta cancel {job_id}",
+    }  # fmt: skip
+    assert manta("submit", spec_file, "--quiet").stdout.startswith("job_")
+
+
+HUGE = ("--set", "model.hidden_size=65536", "--set", "model.layers=96")
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--sweep", "train.steps=1,2")])
+def test_job_that_needs_more_memory_than_there_is_is_refused(manta, service, spec_file, more):
+    refused = manta("submit", spec_file, *HUGE, *more, code=2)
+    assert refused.stdout == "" and re.search(r"^.*parallel: does not fit: .* GiB more than", refused.stderr)
+    assert service.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_job_that_needs_more_slots_than_there_are_waits_for_them(manta, spec_file):
+    many = ("--set", "parallel.data=64", "--set", "train.global_batch_size=64")
+    assert "slots" in manta("submit", spec_file, "--dry-run", *many, code=2).stdout.splitlines()[0]
+    assert manta("submit", spec_file, *many).stdout.startswith("job_")
+
+
+@pytest.mark.parametrize(("state", "code"), [("SUCCEEDED", 0), ("FAILED", 1)])
+def test_waiting_for_jobs_ends_as_they_do(manta, service, spec_file, monkeypatch, state, code):
+    submitted = Client.submit
+
+    def submit_and_end(self, document):
+        job = submitted(self, document)
+        service.move(job.id, "STARTING", "RUNNING", state)
+        return job
+
+    monkeypatch.setattr(Client, "submit", submit_and_end)
+    said = manta("submit", spec_file, "--wait", code=code)
+    job_id = said.stdout.split()[0]
+    assert f"{job_id} (small) is {state}" in said.output
+    assert f"{job_id} (small) is {state}" in manta("wait", "small", code=code).output
+    assert json.loads(manta("wait", job_id, "--json", code=code).stdout)["state"] == state
+    swept = manta("submit", spec_file, "--sweep", "train.steps=1,2", "--wait", code=code)
+    assert swept.output.count(f"is {state}") == 2
 
 
 def test_submit_adds_label_options_to_those_of_the_file(manta, service, tmp_path, document):
@@ -57,8 +111,9 @@ def test_submit_set_options_override_values_of_the_file(manta, spec_file, tmp_pa
     assert spec["data"]["paths"] == [str(folder / "words.txt")]
     spec = json.loads(submitted("data.paths=[elsewhere/words.txt]").stdout)["spec"]
     assert spec["data"]["paths"] == [str(folder / "words.txt")], "as whoever types it sees it"
-    assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key (try: steps)\n"
-    assert submitted("train.steps", code=2).stderr.endswith("is not KEY=VALUE (try: train.steps=100)\n")
+    problem = json.loads(submitted("train.stepps=3", code=2).stderr)
+    assert (problem["code"], problem["errors"][0]["path"]) == ("invalid_spec", "train.stepps")
+    assert "is not KEY=VALUE (try: train.steps=100)" in json.loads(submitted("train.steps", code=2).stderr)["detail"]
     assert "train.steps: must be an integer" in submitted("train.steps=many", code=2).stderr
     assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
 
@@ -124,8 +179,12 @@ def test_invalid_spec_is_reported_key_by_key_with_suggestions(manta, spec_file, 
     document["model"]["layers"] = "four"
     spec_file.write_text(yaml.safe_dump(document))
     lines = manta("submit", spec_file, code=2).stderr.splitlines()
-    assert "train.stepps: unknown key (try: steps)" in lines
-    assert any(line.startswith("model.layers: must be an integer") for line in lines)
+    number = {line.split(":")[0].strip(): at for at, line in enumerate(spec_file.read_text().splitlines(), start=1)}
+    assert f"{spec_file}:{number['stepps']}: train.stepps: unknown key (try: train.steps)" in lines
+    assert any(line.startswith(f"{spec_file}:{number['layers']}: model.layers: must be an integer") for line in lines)
+    given = manta("submit", spec_file, "--set", "train.stepps=1", "--name", "no/name", code=2).stderr
+    starts = [line.split(":")[0] for line in given.splitlines()]
+    assert {"train.stepps", "name"} <= set(starts), "the file has other values"
 
 
 @pytest.mark.parametrize(
@@ -162,13 +221,12 @@ def test_a_job_file_that_cannot_be_read_is_one_sentence_in_every_command(manta, 
     assert why.replace("FILE", str(tmp_path / "job.yaml")) in line
 
 
-def test_submit_from_a_closed_standard_input_is_one_sentence(monkeypatch, capsys):
+def test_submit_from_a_closed_standard_input_is_one_sentence(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(typer.Exit):
+    with pytest.raises(main.Failed) as refused:
         read_file(Path("-"))
     assert (
-        capsys.readouterr().err
-        == "standard input is closed: name a file, or pass the job's document on standard input\n"
+        refused.value.message == "standard input is closed: name a file, or pass the job's document on standard input"
     )
 
 
@@ -203,8 +261,9 @@ def test_sweep_submits_a_job_for_each_combination_under_its_own_name(on_file, se
     ]
     specs = [service.http.get(f"/v1/jobs/{id}").json()["spec"] for id, *_ in lines]
     assert [spec["parallel"]["tensor"] for spec in specs] == [1, 2, 1, 2]
-    assert len({spec["labels"]["sweep"] for spec in specs}) == 1
-    assert f"`manta compare --label sweep={specs[0]['labels']['sweep']}`" in answer.stderr
+    assert len({spec["labels"].pop("sweep") for spec in specs}) == 1
+    assert specs[0]["labels"] == {"learning_rate": "0.001", "tensor": "1"}
+    assert "`manta compare --label sweep=" in answer.stderr
 
 
 def test_sweep_submits_nothing_if_a_combination_is_invalid_or_it_is_a_dry_run(on_file, service):
@@ -217,7 +276,8 @@ def test_sweep_submits_nothing_if_a_combination_is_invalid_or_it_is_a_dry_run(on
     data = ("--set", "data.source=text", "--sweep", "data.paths=[/nowhere],[/neither]")
     lost = on_file("submit", "FILE", "--dry-run", *data, code=1).stderr
     assert "no such file or directory: /neither" in lost and "/nowhere" in lost
-    assert on_file("submit", "FILE", "--dry-run", "--json", *data, code=1).stderr == lost
+    said = json.loads(on_file("submit", "FILE", "--dry-run", "--json", *data, code=1).stderr)
+    assert said == {"code": "failed", "detail": lost.removesuffix("\n")}
     assert service.http.get("/v1/jobs").json()["items"] == []
 
 

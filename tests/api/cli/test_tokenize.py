@@ -83,10 +83,20 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("command", ["generate", "evaluate"])
 def test_unknown_options_are_passed_to_the_engine_whose_exit_status_is_returned(called, folder, command):
-    words = [command, str(folder), "--prompt", "a b", "--top-k", "5", "--step", "10"]
+    what = ["--prompt", "a b"] if command == "generate" else ["--text", "a b"]
+    words = [command, str(folder), *what, "--batch-size", "5", "--step", "10"]
     assert CliRunner().invoke(app, words).exit_code == 3
     checkpoint = str(checkpoint_path(folder, 10, 1))
-    assert called == [engine._engine(command, checkpoint, "--prompt", "a b", "--top-k", "5")]
+    assert called == [engine._engine(command, checkpoint, *what, "--batch-size", "5")]
+
+
+@pytest.mark.parametrize(
+    "words", ["generate", "evaluate", "evaluate --text a --validation", "generate --prompts a --prompt b"]
+)
+def test_engine_command_that_lacks_what_it_works_on_is_refused_without_torch(called, folder, words):
+    command, *given = words.split()
+    ended = CliRunner().invoke(app, [command, str(folder), *given])
+    assert (ended.exit_code, called) == (2, []) and "Error" in ended.output
 
 
 def test_engine_command_without_a_checkpoint_runs_nothing(called, tmp_path):

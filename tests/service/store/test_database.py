@@ -12,9 +12,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import inspect, text
 
+from manta.service.revisions import newest_revision
 from manta.service.states import JobState
 from manta.service.store import Store, events, installation_tables, job_rows, jobs
-from manta.service.store.database import OLDEST_READER, WriteQueue, newest_revision
+from manta.service.store.database import OLDEST_READER, WriteQueue
 from manta.service.store.errors import StoreOfNewerRelease, StoreUnusable
 from manta.service.store.location import InvalidDatabaseUrl, file_of, parse_url, shown, sqlite_url, url_in
 from manta.service.store.tables import Base

@@ -6,9 +6,9 @@ import sqlite3
 import pytest
 from sqlalchemy import text
 
+from manta.service.revisions import newest_revision
 from manta.service.states import JobState
 from manta.service.store import Store, events, generations, health, jobs, ranks, restored
-from manta.service.store.database import newest_revision
 from manta.service.store.errors import StoreUnusable
 
 

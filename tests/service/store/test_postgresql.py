@@ -11,6 +11,7 @@ from sqlalchemy import text
 from sqlalchemy.event import listen
 from sqlalchemy.exc import OperationalError
 
+from manta.service.revisions import newest_revision
 from manta.service.states import JobState
 from manta.service.store import (
     Store,
@@ -23,7 +24,7 @@ from manta.service.store import (
     postgresql,
     restored,
 )
-from manta.service.store.database import may_pass, newest_revision
+from manta.service.store.database import may_pass
 from manta.service.store.errors import OutcomeUnknown, StoreUnusable
 from manta.service.store.postgresql import unsuitable
 from manta.workers.config import ParallelConfig

@@ -41,6 +41,24 @@ def test_a_text_is_evaluated_by_the_newest_checkpoint_of_a_folder(checkpoints, t
     assert table.split()[0] == "loss"
 
 
+def test_model_is_evaluated_on_the_validation_sets_of_its_job(corpus, checkpoints, tmp_path, capsys):
+    (tmp_path / "lines.jsonl").write_text('{"text": "to be or"}\n{"text": "not to be"}\n')
+    (tmp_path / "text.txt").write_text("to be or not")
+    sets = [{"name": name, "paths": [str(tmp_path / file)], "source": source} for name, file, source in SETS]
+    made = job(corpus, {}, model={"family": "qwen"}, train={"validate_every": 4})
+    made["data"]["validation"] = sets
+    trainer = lone(made, tmp_path / "checkpoints", token_cache=tmp_path)
+    trainer.restore(Resume())
+    save(trainer)
+    known = json.loads(said(evaluate, capsys, tmp_path / "checkpoints", "--validation", "--json"))
+    assert {name: values["tokens"] for name, values in known.items()} == {"prose": 11, "lines": 15}
+    assert said(evaluate, capsys, tmp_path / "checkpoints", "--validation").startswith("prose:\n  loss ")
+    assert "has no validation sets (data.validation)" in said(evaluate, capsys, checkpoints, "--validation", code=2)
+
+
+SETS = [("prose", "text.txt", "text"), ("lines", "lines.jsonl", "jsonl")]
+
+
 def test_prompts_are_continued(checkpoints, tmp_path, capsys):
     options = ("--prompt", "to", "--prompt", "be", "--tokens", 3, "--json")
     both = json.loads(said(generate, capsys, checkpoints, *options))
@@ -48,6 +66,15 @@ def test_prompts_are_continued(checkpoints, tmp_path, capsys):
     assert json.loads(said(generate, capsys, checkpoints, *options)) == both
     said(generate, capsys, checkpoints, *options, "--seed", 10**18)
     assert said(generate, capsys, checkpoints, "--prompt", "to", "--tokens", 2).startswith("to")
+
+
+def test_answers_in_a_chat_are_printed_without_a_lone_prompt(checkpoints, capsys, monkeypatch):
+    monkeypatch.setattr(generate, "question", lambda template, text: text)  # the model reads too few tokens for more
+    options = ("--tokens", 2, "--template", "chatml", "--prompt", "to")
+    (answer,) = json.loads(said(generate, capsys, checkpoints, "--chat", *options, "--json"))
+    assert said(generate, capsys, checkpoints, "--chat", *options) == f"{answer['text']}\n"
+    both = said(generate, capsys, checkpoints, "--chat", *options, "--prompt", "be")
+    assert both.startswith(f"> to\n{answer['text']}\n\n> be\n")
 
 
 def test_generate_and_evaluate_errors_are_one_sentence(checkpoints, tmp_path, capsys):

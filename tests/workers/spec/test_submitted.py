@@ -81,7 +81,7 @@ def test_learning_rates_left_out_are_those_for_fine_tuning_with_weights_only(fol
 
 
 def test_mistyped_key_beside_weights_is_suggested():
-    with pytest.raises(SpecError, match=r"model.form: unknown key \(try: from\)"):
+    with pytest.raises(SpecError, match=r"model.form: unknown key \(try: model.from\)"):
         parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
 
 
@@ -184,8 +184,25 @@ def test_number_in_a_spec_change_is_an_index_of_a_list():
             with_changes(DOCUMENT, {f"data.validation.{key}.name": "three"})
 
 
+def test_mapping_without_spaces_after_its_colons_is_refused_with_what_was_meant():
+    with pytest.raises(SpecError, match=r"^parallel: YAML needs a space .*\(try: \{tensor: 2, data: 1\}\)$"):
+        changes_in(["parallel={tensor:2, data:1}"])
+    assert changes_in(["a={b: c:d}", "e=f:g"]) == {"a": {"b": "c:d"}, "e": "f:g"}
+
+
+def test_rules_across_fields_are_reported_with_unknown_and_missing_keys():
+    laid_out = with_changes(DOCUMENT, {"parallel": {}, "data.validation": []})
+    with pytest.raises(SpecError) as refused:
+        parse_job_spec(with_changes(laid_out, {"model.heads": 5, "train.lr": 1, "modle": {}, "model.layers": "x"}))
+    paths = {problem.path for problem in refused.value.problems}
+    assert paths == {"model.heads", "train.lr", "modle", "model.layers"}
+    with pytest.raises(SpecError) as refused:
+        parse_job_spec(with_changes(laid_out, {"model.heads": 5, "model.hidden_size": "x"}))
+    assert [each.path for each in refused.value.problems] == ["model.hidden_size"], "which the rule is about, too"
+
+
 def test_spec_change_of_an_unknown_key_is_refused_as_in_a_file():
-    with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: steps\)$"):
+    with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: train.steps\)$"):
         parse_job_spec(with_changes(DOCUMENT, changes_in(["parallel={}", "data.validation=[]", "train.stepps=3"])))
 
 

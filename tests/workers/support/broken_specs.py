@@ -317,7 +317,8 @@ SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
     ("no name", [{"paths": ["b"]}], "data.validation.0.name", "required, but missing", None),
     ("a name that is no part of a metric's", [{"name": "my text", "paths": ["b"]}],
      "data.validation.0.name",  "must be letters, digits and '_'", "my_text"),
-    ("an unknown key", [{"name": "a", "path": ["b"]}], "data.validation.0.path", "unknown key", "paths"),
+    ("an unknown key", [{"name": "a", "path": ["b"]}],
+     "data.validation.0.path", "unknown key", "data.validation.0.paths"),
     ("no whole number", [{"name": "a", "paths": ["b"], "batches": "4"}],
      "data.validation.0.batches", "must be an integer", "4"),
 ]  # fmt: skip
