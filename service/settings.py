@@ -28,7 +28,6 @@ SECRETS = (
     *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
 )
 """Variables that may contain a key or a password, which nothing that a job runs may see."""
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class InvalidSetting(MantaError):

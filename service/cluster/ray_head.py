@@ -46,6 +46,7 @@ from manta.service.settings import without_secrets
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths
 from manta.workers.system.processes import ends_of
+from manta.workers.system.sockets import split_address
 
 log = logging.getLogger(__name__)
 
@@ -338,9 +339,8 @@ def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any]
 
 def answers(address: str) -> bool:
     """Whether something listens at `address`, host:port."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        socket.create_connection(split_address(address), ANSWER_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
@@ -361,17 +361,13 @@ def _answers_grpc(pid: int) -> bool:
     """Whether a process answers the greeting of HTTP/2, which gRPC uses, at each port on which it listens. A connection
     alone proves nothing: the kernel accepts it even for a process that is stopped."""
     try:
-        ports = [
-            connection.laddr.port
-            for connection in psutil.Process(pid).net_connections("tcp")
-            if connection.status == "LISTEN"
-        ]
-        for port in ports:
-            with socket.create_connection(("localhost", port), ANSWER_SECONDS) as connection:
+        listening = [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"]
+        for address in listening:
+            with socket.create_connection(address, ANSWER_SECONDS) as connection:
                 connection.settimeout(ANSWER_SECONDS)
                 connection.sendall(HTTP2_GREETING)
                 if not connection.recv(1):
                     return False
     except (OSError, psutil.Error):
         return False
-    return bool(ports)
+    return bool(listening)
