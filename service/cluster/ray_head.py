@@ -67,6 +67,8 @@ UNRESPONSIVE_SECONDS = 60.0
 """How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
+_FOR_ANY_RAY = ("RAY_OVERRIDE_RESOURCES",)
+"""Ray's settings that a head of our own follows: what a machine is said to have, for tests."""
 IMPORTED_FROM = Path(__file__).parents[3]
 """Folder from which Python imports `manta`."""
 
@@ -207,6 +209,8 @@ class RayHead:
         record = self.record()
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
+        for name in os.environ.keys() - of_our_own_ray(os.environ).keys():
+            del os.environ[name]
         os.environ.update(self._authentication())
         self._token = self._stored_token()
         return connect(record.address, namespace)
@@ -262,7 +266,7 @@ class RayHead:
             STARTUP_CONCURRENCY: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
-        return start_ray(self._command(), environment, self._paths.ray_log)
+        return start_ray(self._command(), environment, self._paths.ray_log, of_our_own_ray(os.environ))
 
     def _command(self) -> list[str]:
         options = {
@@ -302,13 +306,27 @@ def start_command(options: Mapping[str, str], *flags: str) -> list[str]:
     return [sys.executable, "-P", "-c", START_COMMAND, "start", *flags, "--block", "--disable-usage-stats", *arguments]
 
 
-def start_ray(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start processes of Ray that outlive this one, with `environment` in addition to its own without secrets."""
-    own = {**without_secrets(os.environ), "RAY_USAGE_STATS_ENABLED": "0", **environment}
+def of_our_own_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without Ray's settings, which were meant for another Ray."""
+    return {name: value for name, value in environment.items() if not name.startswith("RAY_") or name in _FOR_ANY_RAY}
+
+
+def start_ray(
+    command: list[str], environment: Mapping[str, str], log: Path, inherited: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start processes of Ray that outlive this one, with `environment` in addition to what they inherit, by default all
+    of this process's own; secrets are left out."""
+    own = {**without_secrets(os.environ if inherited is None else inherited), "RAY_USAGE_STATS_ENABLED": "0"}
     nothing = subprocess.DEVNULL
     with log.open("ab") as output:
         return subprocess.Popen(
-            command, stdin=nothing, stdout=output, stderr=output, cwd="/", env=own, start_new_session=True
+            command,
+            stdin=nothing,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={**own, **environment},
+            start_new_session=True,
         )
 
 

@@ -57,6 +57,23 @@ def test_processes_of_ray_inherit_no_secrets_but_the_path_of_the_token(tmp_path,
     assert int(given[module.STARTUP_CONCURRENCY]) >= 3
 
 
+def test_ray_of_our_own_follows_no_settings_of_another_ray(tmp_path, monkeypatch):
+    declared, seen = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}', "HOME": "/here"}, []
+    others = {"RAY_ADDRESS": "10.9.9.9:6379", "RAY_RUNTIME_ENV_HOOK": "theirs", "RAY_memory_usage_threshold": "0.01"}
+    monkeypatch.setattr(os, "environ", {**declared, **others, "RAY_AUTH_TOKEN": "theirs"})
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, env, **options: seen.append(env))
+    monkeypatch.setattr(module, "connect", lambda *given: seen.append(dict(os.environ)))
+    head = RayHead(tmp_path, slots=3)
+    monkeypatch.setattr(head, "record", lambda: HeadRecord("here:1", 1, "now", "session"))
+    head._paths.ray_log.parent.mkdir()
+    head._spawn()
+    head.connect()
+    for environment in seen:
+        assert environment.items() >= declared.items()
+        assert not environment.keys() & {*others, "RAY_AUTH_TOKEN"}
+    assert len(seen) == 2
+
+
 def test_ray_head_is_found_again_without_its_record(ray_head):
     head = ray_head.head
     record, paths = head.record(), Paths.of(ray_head.home)
