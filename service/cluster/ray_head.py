@@ -69,6 +69,8 @@ MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
 _FOR_ANY_RAY = ("RAY_OVERRIDE_RESOURCES",)
 """Ray's settings that a head of our own follows: what a machine is said to have, for tests."""
+_NOT_FOR_RAY = ("PYTHONOPTIMIZE", "PYTHONINSPECT")
+"""Python's settings without which Ray runs: it needs its docstrings, and exit codes as they are."""
 IMPORTED_FROM = Path(__file__).parents[3]
 """Folder from which Python imports `manta`."""
 
@@ -241,6 +243,7 @@ class RayHead:
         with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head
             self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
+        self._paths.remove_empty_runtime_folder()
 
     def freeze_ranks(self) -> None:
         """Let no rank of this home train on, so that the service can store what they have reported before it ends."""
@@ -317,6 +320,8 @@ def start_ray(
     """Start processes of Ray that outlive this one, with `environment` in addition to what they inherit, by default all
     of this process's own; secrets are left out."""
     own = {**without_secrets(os.environ if inherited is None else inherited), "RAY_USAGE_STATS_ENABLED": "0"}
+    for name in _NOT_FOR_RAY:
+        own.pop(name, None)
     nothing = subprocess.DEVNULL
     with log.open("ab") as output:
         return subprocess.Popen(

@@ -246,6 +246,7 @@ class NodeDaemon:
         await asyncio.to_thread(self._gpus.stop)
         self._heartbeat.close()
         self._runtime_folder.release()
+        self._paths.remove_empty_runtime_folder()
 
     async def _serve_drains(self, listener: UnixListener) -> None:
         self._drain_listener = listener

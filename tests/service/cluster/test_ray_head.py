@@ -59,7 +59,12 @@ def test_processes_of_ray_inherit_no_secrets_but_the_path_of_the_token(tmp_path,
 
 def test_ray_of_our_own_follows_no_settings_of_another_ray(tmp_path, monkeypatch):
     declared, seen = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}', "HOME": "/here"}, []
-    others = {"RAY_ADDRESS": "10.9.9.9:6379", "RAY_RUNTIME_ENV_HOOK": "theirs", "RAY_memory_usage_threshold": "0.01"}
+    others = {
+        "PYTHONOPTIMIZE": "2",
+        "RAY_ADDRESS": "10.9.9.9:6379",
+        "RAY_RUNTIME_ENV_HOOK": "theirs",
+        "RAY_memory_usage_threshold": "0.01",
+    }
     monkeypatch.setattr(os, "environ", {**declared, **others, "RAY_AUTH_TOKEN": "theirs"})
     monkeypatch.setattr(module.subprocess, "Popen", lambda command, env, **options: seen.append(env))
     monkeypatch.setattr(module, "connect", lambda *given: seen.append(dict(os.environ)))
@@ -70,8 +75,8 @@ def test_ray_of_our_own_follows_no_settings_of_another_ray(tmp_path, monkeypatch
     head.connect()
     for environment in seen:
         assert environment.items() >= declared.items()
-        assert not environment.keys() & {*others, "RAY_AUTH_TOKEN"}
-    assert len(seen) == 2
+        assert not environment.keys() & {*others, "RAY_AUTH_TOKEN"} - {"PYTHONOPTIMIZE"}
+    assert len(seen) == 2 and "PYTHONOPTIMIZE" not in seen[0]
 
 
 def test_ray_head_is_found_again_without_its_record(ray_head):
@@ -146,6 +151,7 @@ def test_failed_start_of_a_ray_head_names_its_log_and_had_our_python_path_first(
     with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
         head.start()
     assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}/src{os.pathsep}/of/the/user\n"
+    assert not Paths.of(second_home).runtime_folder.exists(), "nothing is left in /tmp"
 
 
 @pytest.mark.parametrize("key", ["started", "created"])
