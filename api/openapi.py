@@ -51,6 +51,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
             known.update(schema.pop("$defs", {}))
             known[model.__name__] = schema
         _remove_fastapi_errors(document)
+        _remove_defaults_of_objects(known)
         _add_scopes(document)
         app.openapi_schema = document
     return app.openapi_schema
@@ -74,6 +75,17 @@ def _remove_fastapi_errors(document: dict[str, Any]) -> None:
         for operation in path.values():
             if "application/json" in operation["responses"].get("422", {}).get("content", {}):
                 del operation["responses"]["422"]
+
+
+def _remove_defaults_of_objects(part: Any) -> None:
+    """An object's own fields have their defaults; generators of clients refuse one for an object or a constant."""
+    if isinstance(part, dict):
+        if isinstance(part.get("default"), dict):
+            del part["default"]
+        part = list(part.values())
+    if isinstance(part, list):
+        for each in part:
+            _remove_defaults_of_objects(each)
 
 
 def json_request(model: type[BaseModel]) -> dict[str, Any]:

@@ -128,11 +128,9 @@ def _described(errors: Sequence[Answerable]) -> Responses:
 
 def _response(status: int, kinds: Sequence[ErrorKind]) -> dict[str, Any]:
     meanings = "; ".join(f"`{kind.code}`: {kind.meaning}" for kind in kinds)
-    schema = {
-        "allOf": [
-            {"$ref": "#/components/schemas/Problem"},
-            {"properties": {"code": {"enum": [kind.code for kind in kinds]}, "status": {"const": status}}},
-        ]
+    schema = {  # generators of clients, which merge no `allOf` of a type and a constant, see a Problem
+        "$ref": "#/components/schemas/Problem",
+        "properties": {"code": {"enum": [kind.code for kind in kinds]}, "status": {"const": status}},
     }
     response: dict[str, Any] = {
         "description": f"{HTTPStatus(status).phrase}. {meanings}",

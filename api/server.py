@@ -4,6 +4,7 @@ background."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -28,7 +29,7 @@ from manta.service.control.options import ControlPlaneOptions, ModelPackages, ro
 from manta.service.control.takeover import MAX_NAMED
 from manta.service.ids import is_job_id
 from manta.service.own_files import HomeUnusable, writing_in
-from manta.service.settings import DEFAULT_HOST, LOOPBACK_HOSTS, Settings, Tls
+from manta.service.settings import DEFAULT_HOST, Settings, Tls
 from manta.service.store import Store, keys
 from manta.service.store.errors import StoreUnusable
 from manta.service.store.health import never_had_jobs
@@ -37,6 +38,7 @@ from manta.service.traces.traces import refuse_without_packages
 from manta.workers.errors import MantaError
 from manta.workers.storage.files import files_of
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
+from manta.workers.system.sockets import host_and_port, is_loopback
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SHUTDOWN_SECONDS = 3
+BACKLOG = 2048
 RESTORE_SECONDS = 1.0
 """Between two checks whether the files in the home that others need are still there."""
 KEEP_ALIVE_SECONDS = 75
@@ -53,8 +56,8 @@ KEEP_ALIVE_SECONDS = 75
 # user only.
 PRIVATE = 0o077
 
-EVERY_ADDRESS = frozenset({"0.0.0.0", ""})
-"""A service that listens there is announced by the loopback address: browsers and proxies open no such address."""
+EVERY_ADDRESS = {"0.0.0.0": DEFAULT_HOST, "": DEFAULT_HOST, "::": "::1"}
+"""The loopback address by which a service that listens everywhere is announced: browsers open no such address."""
 ENDED_BY_RAY = 1
 """Exit status of a service whose Ray is gone, for `api/cli/service.py`, which starts it again."""
 
@@ -120,7 +123,7 @@ def serve(
     listener = _listen(host, port)
     port = listener.getsockname()[1]
     scheme = "http" if tls.certificate is None else "https"
-    url = f"{scheme}://{DEFAULT_HOST if host in EVERY_ADDRESS else host}:{port}"
+    url = f"{scheme}://{host_and_port(EVERY_ADDRESS.get(host, host), port)}"
     control = _control_plane(settings, host, port, slots, ray, wait_for_ray)
     _refuse_lost_database(home, control.store)
     _record_database(settings, control.store.location)
@@ -128,7 +131,7 @@ def serve(
     control.start()
     service_file = settings.service_file
     try:
-        if host in LOOPBACK_HOSTS:
+        if is_loopback(host):
             installation_keys.ensure_automatic(control.store, home)
         app = build_app(control, settings, host)
         say = partial(announce, service_file, url, control.store.location, tls.certificate)
@@ -233,7 +236,7 @@ def refuse_without_protection(settings: Settings, host: str) -> None:
     """Raise UnprotectedService if the service would listen on a `host` that others can reach without TLS, or before
     anyone has a key; CertificateUnusable."""
     _try_certificate(settings.tls)
-    if host in LOOPBACK_HOSTS:
+    if is_loopback(host):
         return
     if not settings.tls.is_used:
         raise UnprotectedService(
@@ -353,13 +356,18 @@ def serve_command(settings: Settings, host: str, port: int, slots: int | None, r
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """IPv4 is preferred for a name that has both, and `::` takes callers of both."""
     try:
-        return socket.create_server((host, port), backlog=2048)
+        found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+        return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except OSError as error:
         why = str(error.strerror).partition(" (while attempting")[0]  # which repeats the address
-        raise PortTaken(
-            f"cannot listen on {host}:{port} ({why}); choose another one with --port, or end what uses it"
-        ) from error
+        advice = "--host takes an address of this machine, such as ::1"
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            advice = "choose another one with --port, or end what uses it"
+        raise PortTaken(f"cannot listen on {host_and_port(host, port)} ({why}); {advice}") from error
 
 
 def configure_logging() -> None:

@@ -39,7 +39,7 @@ from manta.workers.paths import SHARED_MEMORY, Paths
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
 from manta.workers.system.host_memory import memory_available
-from manta.workers.system.sockets import LOOPBACK, outward_address
+from manta.workers.system.sockets import is_loopback, outward_address
 
 Verdict = Literal["ok", "warning", "problem", "skipped"]
 OLDEST_PYTHON, NEXT_PYTHON = (3, 11), (3, 14)
@@ -262,7 +262,7 @@ def folders(paths: Paths) -> Iterator[Finding]:
 def network() -> Iterator[Finding]:
     """How other machines reach this one."""
     address = outward_address()
-    if address == LOOPBACK:
+    if is_loopback(address):
         yield Finding("network", "warning", "no way leads out of this machine", "jobs can use this machine alone")
     else:
         yield Finding("network", "ok", f"other machines reach this one at {address}")

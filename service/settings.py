@@ -28,7 +28,6 @@ SECRETS = (
     *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
 )
 """Variables that may contain a key or a password, which nothing that a job runs may see."""
-LOOPBACK_HOSTS = frozenset({"127.0.0.1", "::1", "localhost"})
 
 
 class InvalidSetting(MantaError):
@@ -140,6 +139,8 @@ class Settings:
         to ~/.manta. Raises InvalidSetting."""
         source = os.environ if environment is None else environment
         home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
+        if not _is_text(str(home)):
+            raise InvalidSetting(f"the home {home!s:.200} cannot be named in this locale: set PYTHONUTF8=1")
         return cls(
             home=home,
             url=source.get("MANTA_URL") or None,
@@ -181,6 +182,15 @@ class Settings:
     def service_file(self) -> Path:
         """JSON file `{"url", "pid"}` in which a running embedded service says where it answers."""
         return self.home / "service.json"
+
+
+def _is_text(path: str) -> bool:
+    """False if the encoding of file names, that of the locale, lacks some of its characters."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _key(source: Mapping[str, str]) -> str | None:

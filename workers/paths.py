@@ -6,6 +6,7 @@ folder in shared memory. Paths in the runtime folder are short, because a Unix s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -142,6 +143,11 @@ class Paths:
     def remove_runtime_folder(self) -> None:
         """Remove the runtime folder and all in it, if it is there."""
         shutil.rmtree(self.runtime_folder, ignore_errors=True)
+
+    def remove_empty_runtime_folder(self) -> None:
+        """Remove the runtime folder unless something is in it."""
+        with contextlib.suppress(OSError):
+            self.runtime_folder.rmdir()
 
 
 def _make_private(folder: Path) -> Path:

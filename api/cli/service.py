@@ -25,11 +25,12 @@ from manta.service.cluster.existing_ray import end_raylet
 from manta.service.cluster.processes import wait_until_ended
 from manta.service.cluster.ray_head import RayHead
 from manta.service.own_files import OwnFileUnusable, read_key, read_own, writing_in
-from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, LOOPBACK_HOSTS, Settings, Tls
+from manta.service.settings import DEFAULT_HOST, DEFAULT_PORT, Settings, Tls
 from manta.service.states import JobState
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths
 from manta.workers.system.processes import ParentDeathSignal
+from manta.workers.system.sockets import is_loopback
 
 if TYPE_CHECKING:  # imported where it is needed: on a busy machine that takes half a minute
     from manta.service.store import Job
@@ -45,7 +46,13 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 RESTART_PAUSE_SECONDS = 1.0
 """Delay before a restart, so that a service that ends immediately does not use a whole core."""
 
-Host = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+
+def _without_brackets(host: str) -> str:
+    """An IPv6 address as it is written in a URL is one, too."""
+    return host.removeprefix("[").removesuffix("]")
+
+
+Host = Annotated[str, typer.Option("--host", help="Address to listen on.", callback=_without_brackets)]
 Port = Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 picks a free one.")]
 Slots = Annotated[
     int | None, typer.Option("--slots", min=1, help="Number of CPU ranks that fit, in addition to GPUs; default: 16.")
@@ -114,7 +121,7 @@ def up(
         return
     everywhere = " and this machine's other addresses" if host in server.EVERY_ADDRESS else ""
     typer.echo(f"Manta is up: {url}{everywhere} (home: {home})")
-    if settings.dashboard and read_key(home) is not None and host in LOOPBACK_HOSTS:
+    if settings.dashboard and read_key(home) is not None and is_loopback(host):
         with Client.of_home(home) as client:
             typer.echo(f"Dashboard, link valid once: {url}{client.link().path} (`manta link` prints another one)")
 

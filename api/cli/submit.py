@@ -149,12 +149,13 @@ def submit(
             _check(client, document, as_json)
             return
         else:
-            jobs = [client.submit(document)]
+            job = client.submit(document)
             if follow:
-                _follow(client, jobs[0], as_json)
+                _follow(client, job, as_json)
                 return
             if not (as_json and wait_):
-                show(jobs[0], as_json, lambda console: _say(console, client, jobs[0], quiet))
+                show(job, as_json, lambda console: _say(console, client, job, quiet))
+            jobs = [job]
         if wait_:
             _wait_for(client, jobs, as_json)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -125,19 +126,41 @@ def checked_url(url: str) -> httpx.URL:
 
 def client_options(settings: Settings, url: str, key: str | None, is_test: bool) -> dict[str, Any]:
     """Options of httpx's client for the service at `url`; `key`: by default the one that `find_key` returns; `is_test`:
-    it has a transport of its own. No proxy is used towards this machine: it would get the key, and cannot reach what
-    listens on loopback. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
+    it has a transport of its own. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
     address, verify = checked_url(url), is_test or ssl_verification(settings, url)
-    is_here = is_loopback(address.host)
-    if is_here and verify is True and not is_test:
+    if verify is True and not is_test:
         verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
     return {
         "base_url": address,
         "timeout": TIMEOUT,
         "headers": usual_headers(key or find_key(settings, url)),
         "verify": verify,
-        "trust_env": not is_here,
+        "trust_env": False,  # httpx reads NO_PROXY, too, but no networks, and fails for those of IPv6
+        "proxy": None if is_test else proxy_for(address),
     }
+
+
+def proxy_for(address: httpx.URL) -> str | None:
+    """The environment's proxy for requests to `address`. None if there is none, NO_PROXY names the host, one of its
+    domains or networks, or the host is this machine: a proxy would get the key, and cannot reach what listens on
+    loopback."""
+    proxies = getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    exempt = (each.strip().lower() for each in proxies.get("no", "").split(","))
+    if not proxy or is_loopback(address.host) or any(_covers(entry, address) for entry in exempt):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+def _covers(entry: str, address: httpx.URL) -> bool:
+    """Whether an entry of NO_PROXY covers a host."""
+    host, domain = address.host, entry.strip("[]").removeprefix("*").removeprefix(".")
+    if entry == "*" or domain in (host, f"{host}:{address.port}") or (domain and host.endswith(f".{domain}")):
+        return True
+    try:
+        return ipaddress.ip_address(host) in ipaddress.ip_network(domain, strict=False)
+    except ValueError:
+        return False
 
 
 @contextlib.contextmanager
@@ -147,7 +170,8 @@ def explaining_proxy_errors(url: str) -> Iterator[None]:
     try:
         yield
     except (ImportError, ValueError) as error:
-        whose = "the proxy of ALL_PROXY or HTTPS_PROXY" if getproxies() else "httpx cannot be used here"
+        is_proxy = proxy_for(checked_url(url)) is not None
+        whose = "the proxy of ALL_PROXY, HTTPS_PROXY or HTTP_PROXY" if is_proxy else "httpx cannot be used here"
         raise ServiceUnreachable(url, RuntimeError(f"{whose}: {error}")) from error
 
 

@@ -169,7 +169,7 @@ class Job(Answer):
     """Stable code of the reason for this state."""
     message: str | None
     """The reason as a sentence."""
-    spec: dict[str, Any]
+    spec: dict[str, Any] = Field(title="Document")  # generators of clients would name its class JobSpec
     """The validated JobSpec with all defaults."""
     step: int
     """Last committed step."""

@@ -58,6 +58,8 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or refuse it if there are too many."""
         super().connection_made(transport)
+        if self.client is not None:  # a listener for both families shows callers over IPv4 as ::ffff:ADDRESS
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
         if len(self.connections) > self.most:
             transport.write(_as_bytes(_refusal(TOO_MANY_CONNECTIONS)))
             transport.close()

@@ -29,7 +29,7 @@ from manta.service.cluster.ray_head import (
 from manta.service.cluster.ray_private import RAYLET, RECONNECT_SECONDS, Raylet, outlives_head, raylets
 from manta.workers.paths import Paths
 from manta.workers.system.processes import ends_of
-from manta.workers.system.sockets import PortRange, address_facing
+from manta.workers.system.sockets import PortRange, address_facing, host_and_port, split_address
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def _here(address: str) -> list[tuple[Raylet, bool]]:
     """The raylets that Ray knows on this machine, and whether each lives and listens."""
     own = _own_addresses()
     known = [raylet for raylet in _raylets(address) if raylet.host in own]
-    return [(raylet, raylet.alive and answers(f"{raylet.host}:{raylet.port}")) for raylet in known]
+    return [(raylet, raylet.alive and answers(host_and_port(raylet.host, raylet.port))) for raylet in known]
 
 
 def _is_settled(address: str) -> bool:
@@ -186,7 +186,7 @@ def _own_addresses() -> set[str]:
 def _spawn(address: str, paths: Paths, ports: PortRange | None) -> subprocess.Popen[bytes]:
     options = {
         "address": address,
-        "node-ip-address": address_facing(address.rpartition(":")[0]),
+        "node-ip-address": address_facing(split_address(address)[0]),
         "num-cpus": "0",
         "num-gpus": "0",
         "object-store-memory": str(OBJECT_STORE_BYTES),

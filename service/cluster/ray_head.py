@@ -46,6 +46,7 @@ from manta.service.settings import without_secrets
 from manta.workers.errors import MantaError
 from manta.workers.paths import Paths
 from manta.workers.system.processes import ends_of
+from manta.workers.system.sockets import split_address
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,10 @@ UNRESPONSIVE_SECONDS = 60.0
 """How long a living head that does not answer is waited for; after that it is replaced, as if it were dead."""
 MARK = "MANTA_RAY_HEAD"
 """Environment variable of all processes of a head; its value is the tag of the home."""
+_FOR_ANY_RAY = ("RAY_OVERRIDE_RESOURCES",)
+"""Ray's settings that a head of our own follows: what a machine is said to have, for tests."""
+_NOT_FOR_RAY = ("PYTHONOPTIMIZE", "PYTHONINSPECT")
+"""Python's settings without which Ray runs: it needs its docstrings, and exit codes as they are."""
 IMPORTED_FROM = Path(__file__).parents[3]
 """Folder from which Python imports `manta`."""
 
@@ -206,6 +211,8 @@ class RayHead:
         record = self.record()
         if record is None:
             raise RayUnavailable(f"There is no Ray of this service; its log is {self._paths.ray_log}.")
+        for name in os.environ.keys() - of_our_own_ray(os.environ).keys():
+            del os.environ[name]
         os.environ.update(self._authentication())
         self._token = self._stored_token()
         return connect(record.address, namespace)
@@ -236,6 +243,7 @@ class RayHead:
         with contextlib.suppress(OSError):  # a process that is gone must not be taken for a head
             self._paths.ray_record.unlink(missing_ok=True)
         shutil.rmtree(self._paths.ray_folder, ignore_errors=True)
+        self._paths.remove_empty_runtime_folder()
 
     def freeze_ranks(self) -> None:
         """Let no rank of this home train on, so that the service can store what they have reported before it ends."""
@@ -261,7 +269,7 @@ class RayHead:
             STARTUP_CONCURRENCY: str(self._warm),  # otherwise as many at once as there are cores
             MEMORY_MONITOR_MILLISECONDS: "0",  # memory belongs to the trainers: kill those, not their agents
         }
-        return start_ray(self._command(), environment, self._paths.ray_log)
+        return start_ray(self._command(), environment, self._paths.ray_log, of_our_own_ray(os.environ))
 
     def _command(self) -> list[str]:
         options = {
@@ -301,13 +309,29 @@ def start_command(options: Mapping[str, str], *flags: str) -> list[str]:
     return [sys.executable, "-P", "-c", START_COMMAND, "start", *flags, "--block", "--disable-usage-stats", *arguments]
 
 
-def start_ray(command: list[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """Start processes of Ray that outlive this one, with `environment` in addition to its own without secrets."""
-    own = {**without_secrets(os.environ), "RAY_USAGE_STATS_ENABLED": "0", **environment}
+def of_our_own_ray(environment: Mapping[str, str]) -> dict[str, str]:
+    """`environment` without Ray's settings, which were meant for another Ray."""
+    return {name: value for name, value in environment.items() if not name.startswith("RAY_") or name in _FOR_ANY_RAY}
+
+
+def start_ray(
+    command: list[str], environment: Mapping[str, str], log: Path, inherited: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start processes of Ray that outlive this one, with `environment` in addition to what they inherit, by default all
+    of this process's own; secrets are left out."""
+    own = {**without_secrets(os.environ if inherited is None else inherited), "RAY_USAGE_STATS_ENABLED": "0"}
+    for name in _NOT_FOR_RAY:
+        own.pop(name, None)
     nothing = subprocess.DEVNULL
     with log.open("ab") as output:
         return subprocess.Popen(
-            command, stdin=nothing, stdout=output, stderr=output, cwd="/", env=own, start_new_session=True
+            command,
+            stdin=nothing,
+            stdout=output,
+            stderr=output,
+            cwd="/",
+            env={**own, **environment},
+            start_new_session=True,
         )
 
 
@@ -338,9 +362,8 @@ def connect(address: str, namespace: str, runtime_environment: Mapping[str, Any]
 
 def answers(address: str) -> bool:
     """Whether something listens at `address`, host:port."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), ANSWER_SECONDS).close()
+        socket.create_connection(split_address(address), ANSWER_SECONDS).close()
     except (OSError, ValueError):
         return False
     return True
@@ -361,17 +384,13 @@ def _answers_grpc(pid: int) -> bool:
     """Whether a process answers the greeting of HTTP/2, which gRPC uses, at each port on which it listens. A connection
     alone proves nothing: the kernel accepts it even for a process that is stopped."""
     try:
-        ports = [
-            connection.laddr.port
-            for connection in psutil.Process(pid).net_connections("tcp")
-            if connection.status == "LISTEN"
-        ]
-        for port in ports:
-            with socket.create_connection(("localhost", port), ANSWER_SECONDS) as connection:
+        listening = [each.laddr for each in psutil.Process(pid).net_connections("tcp") if each.status == "LISTEN"]
+        for address in listening:
+            with socket.create_connection(address, ANSWER_SECONDS) as connection:
                 connection.settimeout(ANSWER_SECONDS)
                 connection.sendall(HTTP2_GREETING)
                 if not connection.recv(1):
                     return False
     except (OSError, psutil.Error):
         return False
-    return bool(ports)
+    return bool(listening)

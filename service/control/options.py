@@ -8,11 +8,11 @@ from pathlib import Path
 
 from manta.service.cluster.cluster import ANY_NODES, NodeOptions
 from manta.service.job.context import DEFAULT_MEMORY_SECONDS
-from manta.service.settings import LOOPBACK_HOSTS
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import ANYWHERE, DataRoots
 from manta.workers.spec.problems import Problem
 from manta.workers.storage.locations import Location
+from manta.workers.system.sockets import is_loopback
 
 
 @dataclass(frozen=True)
@@ -75,4 +75,4 @@ DEFAULTS = ControlPlaneOptions()
 def roots_of(folders: tuple[Path, ...] | None, host: str) -> DataRoots:
     """`folders` as configured. If they are not: everything for a service that listens on loopback, nothing for one that
     listens elsewhere (`host`)."""
-    return DataRoots(folders if folders is not None or host in LOOPBACK_HOSTS else ())
+    return DataRoots(folders if folders is not None or is_loopback(host) else ())

@@ -7,7 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
+from urllib.parse import urlsplit
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -17,6 +19,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
 from manta.service.traces.spans import Span
+from manta.workers.system.sockets import is_loopback
 
 MAX_WAITING = 8192
 """Number of spans that may wait; further ones are dropped."""
@@ -35,7 +38,11 @@ class SpanSender:
         starts and recoveries that were not delivered, on any thread."""
         self._lost, self._quiet = lost, _ThrottleFilter()
         logging.getLogger(_LIBRARY).addFilter(self._quiet)
-        self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint)), lost)
+        session = requests.Session()
+        session.trust_env = not is_loopback(
+            urlsplit(endpoint).hostname or ""
+        )  # no proxy reaches this machine's loopback
+        self._exporter = _Counting(OTLPSpanExporter(traces_endpoint(endpoint), session=session), lost)
         self._ids, self._handed_in = _GivenIds(), 0
         resource = Resource.create({"service.name": "manta", "service.version": version("manta-train")})
         self._provider = TracerProvider(ALWAYS_ON, resource, shutdown_on_exit=False, id_generator=self._ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from manta.api.client import ApiError, AsyncClient, Client, ServiceUnreachable, calls, find_url
+from manta.api.client import ApiError, AsyncClient, Client, ServiceUnreachable, calls, find_url, rest_call
 from manta.api.client.retries import EventParser, ServerEvent
 from manta.api.streams import KEEPALIVE_SECONDS, MAX_WAIT_SECONDS
 from manta.service.settings import Settings
@@ -354,9 +354,28 @@ def test_proxy_of_the_environment_never_gets_the_key_of_a_service_on_this_machin
             assert not kind(url, key="manta_secret")._http._mounts
     monkeypatch.setenv(variable, "http://127.0.0.1:9")
     assert kind("https://manta.example.org")._http._mounts or variable == "http_proxy"
-    monkeypatch.setenv("ALL_PROXY", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("HTTPS_PROXY", "socks5://127.0.0.1:9")
     with pytest.raises(ServiceUnreachable, match=r"at https://manta.example.org \(the proxy of ALL_"):
         kind("https://manta.example.org")
+
+
+@pytest.mark.parametrize(
+    ("url", "no_proxy", "proxied"),
+    [
+        ("http://manta.corp", "", True), ("http://manta.corp", "*", False),
+        ("http://manta.corp", " a, manta.corp", False),
+        ("http://manta.corp", ".corp", False), ("http://manta.corp", "*.corp", False), ("http://acorp", "corp", True),
+        ("http://manta.corp:8400", "manta.corp:8400", False), ("http://manta.corp:8400", "manta.corp:80", True),
+        ("http://10.1.2.3", "10.0.0.0/8", False), ("http://11.1.2.3", "10.0.0.0/8,fd00::/8", True),
+        ("http://[fd00::1]:8400", "fd00::/8", False), ("http://[fd00::1]", "[fd00::1]", False),
+        ("http://127.8.8.8:1", "", False),
+    ],
+)  # fmt: skip
+def test_no_proxy_names_hosts_domains_and_networks_of_both_families(monkeypatch, url, no_proxy, proxied):
+    monkeypatch.setattr(rest_call, "getproxies", lambda: {"all": "proxy.corp:3128", "no": no_proxy})
+    assert rest_call.proxy_for(httpx.URL(url)) == ("http://proxy.corp:3128" if proxied else None)
+    with Client(url, key="k") as client:
+        assert bool(client._http._mounts) == proxied
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])

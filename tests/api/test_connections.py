@@ -6,6 +6,7 @@ import logging
 import resource
 import socket
 import threading
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -315,3 +316,17 @@ def test_client_resets_are_not_logged_as_service_errors(error, logged):
     about = None if error is None else (type(error), error, None)
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "Exception in ASGI application", (), about)
     assert is_no_hangup(record) == logged
+
+
+@pytest.mark.parametrize(("peer", "shown"), [("::ffff:192.0.2.1", "192.0.2.1"), ("2001:db8::1", "2001:db8::1")])
+def test_caller_over_ipv4_of_a_listener_for_both_families_is_known_by_its_address(peer, shown):
+    async def client():
+        config = uvicorn.Config(FakeControl(), log_config=None)
+        config.load()
+        connection = LimitedConnection(config, ServerState(), {}, asyncio.get_running_loop())
+        end = Mock(**{"getpeername.return_value": (peer, 7, 0, 0)})
+        transport = Mock(**{"get_extra_info.side_effect": {"socket": end}.get})
+        connection.connection_made(transport)
+        return connection.client
+
+    assert asyncio.run(client()) == (shown, 7)

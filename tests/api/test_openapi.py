@@ -120,6 +120,28 @@ def test_openapi_references_resolve_and_default_validation_errors_are_absent(api
     assert not names & {"HTTPValidationError", "ValidationError"}
 
 
+def parts_of(document) -> Iterator[dict]:
+    """The document and all objects in it."""
+    if isinstance(document, dict):
+        yield document
+    for each in document.values() if isinstance(document, dict) else document if isinstance(document, list) else ():
+        yield from parts_of(each)
+
+
+def test_openapi_has_nothing_that_generators_of_clients_leave_out(api):
+    """That is openapi-python-client, of which 0.29 was tried."""
+    for part in parts_of(api.document):
+        assert not isinstance(part.get("default"), dict) and "allOf" not in part
+    for operation in api.operations:
+        for response in operation.document["responses"].values():
+            schema = response.get("content", {}).get(PROBLEM, {}).get("schema")
+            assert schema is None or schema["$ref"].endswith("/Problem")
+    models = api.document["components"]["schemas"]
+    for name, model in models.items():
+        for field in model.get("properties", {}).values():
+            assert f"{name}{field.get('title', '')}" not in models or "title" not in field, "two classes of one name"
+
+
 @pytest.mark.parametrize("resource", ["events", "logs"])
 def test_openapi_describes_stream_events_as_they_are_sent(service, job, api, resource):
     service.move(job["id"], "CANCELLED")

@@ -1,6 +1,7 @@
 """How commands find the service of their home, and what a service that fails leaves running."""
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -328,6 +329,24 @@ def test_address_in_use_is_reported_in_one_sentence():
             server._listen("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(
+    ("host", "reached"),
+    [("127.0.0.1", "4"), ("localhost", "4"), ("0.0.0.0", "4"), ("", "4"), ("::1", "6"), ("::", "46")],
+)
+def test_service_listens_on_addresses_of_both_families(host, reached):
+    with server._listen(host, 0) as listener:
+        port = listener.getsockname()[1]
+        for family, loopback in (("4", "127.0.0.1"), ("6", "::1")):
+            with contextlib.nullcontext() if family in reached else pytest.raises(OSError, match="refused"):
+                socket.create_connection((loopback, port)).close()
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1"])
+def test_address_of_another_machine_is_refused_with_advice(host):
+    with pytest.raises(server.PortTaken, match=r"cannot listen on .*; --host takes an address of this machine"):
+        server._listen(host, 0)
+
+
 def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatch, serve, homes_with_keys):
     serve()
     assert homes_with_keys == [tmp_path]
@@ -335,6 +354,7 @@ def test_service_for_this_machine_only_makes_its_user_a_key(tmp_path, monkeypatc
     announced = serve("0.0.0.0", tls=Tls(terminated=True))
     assert homes_with_keys == [tmp_path], "one that others reach makes none"
     assert announced["url"].startswith("http://127.0.0.1:"), "no browser opens 0.0.0.0"
+    assert serve("::", tls=Tls(terminated=True))["url"].startswith("http://[::1]:")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -89,6 +89,19 @@ def test_chart_cluster_is_valid_for_kuberay(manifests):
         )
 
 
+def test_documented_cluster_of_others_is_valid_and_as_the_chart_makes_its_own():
+    page = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text(encoding="utf-8")
+    cluster = yaml.safe_load(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])
+    jsonschema.validate(cluster, SCHEMA)
+    ours = render(CHART / "examples" / "gpu-pool.yaml", "image.registry=REGISTRY")
+    images = {each["image"] for pod in pods(ours) for each in pod.containers}
+    for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, "spec": group["template"]["spec"]}
+        kubernetes_validate.validate(pod, RELEASES[-1], True)
+        assert {each["image"] for each in pod["spec"]["containers"]} <= images
+    assert cluster["spec"]["rayVersion"] == of_kind(ours, "RayCluster")[0]["spec"]["rayVersion"]
+
+
 def test_chart_worker_groups_give_the_ray_autoscaler_their_resources(manifests):
     from ray.autoscaler._private.kuberay.autoscaling_config import _generate_available_node_types_from_ray_cr_spec
 

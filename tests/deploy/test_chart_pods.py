@@ -19,7 +19,10 @@ SOMEWHERE = {
 }
 CLASSES = {"priorityClassName": "high", "runtimeClassName": "other"}
 CHANGES = {
-    "image": {"pullSecrets": ["registry"]},
+    "image": {"pullSecrets": ["registry", {"name": "other"}]},
+    "serviceAccount": {"annotations": {"eks.amazonaws.com/role-arn": "mine"}},
+    "podLabels": {"azure.workload.identity/use": "true"},
+    "database": {"bundled": SOMEWHERE},
     "controlPlane": {**SOMEWHERE, "allowedHosts": ["here"], "trustedProxies": ["10.0.0.0/8", "192.0.2.1"]},
     "data": [{"claim": "corpora", "mountPath": "/data"}],
     "ingress": {"enabled": True, "host": "there", "tlsSecret": "certificate"},
@@ -43,11 +46,26 @@ def pod_of(manifests, end):
 
 
 def test_chart_pods_have_the_given_scheduling_and_image_pull_secrets(changed):
-    plane, group, head = (pod_of(changed, end).spec for end in ("Deployment/manta", "/cpu", "/head"))
-    assert {name: plane[name] for name in SOMEWHERE} == SOMEWHERE
+    ends = ("Deployment/manta", "/cpu", "/head", "-postgresql")
+    plane, group, head, database = (pod_of(changed, end).spec for end in ends)
+    assert {name: plane[name] for name in SOMEWHERE} == {name: database[name] for name in SOMEWHERE} == SOMEWHERE
     assert {name: group[name] for name in (*SOMEWHERE, *CLASSES)} == SOMEWHERE | CLASSES
     assert not head.keys() & (SOMEWHERE | CLASSES).keys()
-    assert all(each["imagePullSecrets"] == [{"name": "registry"}] for each in (plane, group, head))
+    secrets = [{"name": "registry"}, {"name": "other"}]
+    assert all(each["imagePullSecrets"] == secrets for each in (plane, group, head, database))
+
+
+def test_chart_pods_that_use_checkpoints_have_the_account_and_labels_that_a_cloud_asks_for(changed):
+    (account,) = of_kind(changed, "ServiceAccount")
+    assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "mine"}
+    for end, has_it in (("Deployment/manta", True), ("/cpu", True), ("/head", False), ("-postgresql", False)):
+        pod = pod_of(changed, end)
+        assert (pod.spec.get("serviceAccountName") == account["metadata"]["name"]) == has_it
+        assert ("azure.workload.identity/use" in pod.labels) == has_it
+    named = render(SPOT_POOLS, "serviceAccount.name=mine")
+    assert not of_kind(named, "ServiceAccount") and pod_of(named, "/spot").spec["serviceAccountName"] == "mine"
+    assert [each["name"] for each in of_kind(named, "ClusterRoleBinding")[0]["subjects"]] == ["mine"]
+    assert "serviceAccountName" not in pod_of(render(ONE_NODE), "/cpu").spec, "the namespace's default one"
 
 
 def test_chart_service_accepts_its_own_host_names_and_the_given_proxies(changed):

@@ -40,6 +40,7 @@ def refused(*settings, values=ONE_NODE, api_versions=API_VERSIONS):
     ([f"{GROUP}.gpus=8"], "worker group cpu needs either slots (CPU ranks a pod) or gpus"),
     ([f"{GROUP}.sharedMemory.size=6Gi"], "counts as memory of the pod, so resources.limits.memory (6144 MiB) must be"),
     ([f"{GROUP}.resources.limits.memory=1G"], "so resources.limits.memory (953 MiB) must be"),
+    (["serviceAccount.name=a", "serviceAccount.annotations.b=c"], "give one of the two"),
     (["ray.autoscaling.enabled=true"], "worker group cpu needs maxReplicas, since ray.autoscaling is on"),
     (["controlPlane.replica=2"], "Additional property replica is not allowed"),
     (["controlPlane.settings.MANTA_API_KEY=secret"], "MANTA_API_KEY"),

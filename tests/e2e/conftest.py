@@ -48,6 +48,18 @@ def collector() -> Iterator[Collector]:
     made.close()
 
 
+OF_OTHERS = {
+    **dict.fromkeys(("HTTP_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9"),
+    "ALL_PROXY": "socks5://127.0.0.1:9", "NO_PROXY": "fd00::/8",
+    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.9", "MASTER_PORT": "1",
+    "TORCHELASTIC_USE_AGENT_STORE": "True", "OMPI_COMM_WORLD_RANK": "3", "PMI_RANK": "3", "SLURM_PROCID": "3",
+    "RAY_ADDRESS": "192.0.2.9:6379", "RAY_NAMESPACE": "other", "RAY_RUNTIME_ENV_HOOK": "no.such.hook",
+    "RAY_TMPDIR": "/nonexistent", "TMPDIR": "/nonexistent", "MKL_NUM_THREADS": "many", "OMP_NUM_THREADS": "3",
+    "LC_ALL": "C", "NO_COLOR": "1", "COLUMNS": "1", "PYTHONDONTWRITEBYTECODE": "1",
+}  # fmt: skip
+"""What other programs have set in the environment of the shared service, for which it makes no difference."""
+
+
 @pytest.fixture(scope="session")
 def users_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder, on the path of all processes of the shared service, of packages that none may import; the file
@@ -61,7 +73,7 @@ def users_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def manta(disk: Path, corpus: Path, collector: Collector, users_packages: Path) -> Iterator[Manta]:
     """The service that these tests share. Its node has GPUs to look at, and none to train on."""
     python_path = os.pathsep.join(filter(None, (str(FAKE_NVML), str(users_packages), os.environ.get("PYTHONPATH"))))
-    environment = {"PYTHONPATH": python_path, "MANTA_TRACES": collector.url}
+    environment = {**OF_OTHERS, "PYTHONPATH": python_path, "MANTA_TRACES": collector.url}
     running = Manta(disk / "home", corpus, environment=environment)
     yield running
     stop_service(running.home)

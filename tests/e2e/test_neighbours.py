@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.support import own_processes
 from manta.api.serving.local_service import running_service
-from manta.workers.system.sockets import LOOPBACK, outward_address
+from manta.workers.system.sockets import loopback_address, outward_address
 from tests.e2e.manta import PAIR
 from tests.e2e.neighbour_network import HERE, neighbour
 
@@ -29,7 +29,7 @@ def test_other_machines_reach_only_ports_of_ray_and_get_no_answer_without_its_to
     )
     asked = ours if ports == "of_ours" else range(1, 65536)
     with neighbour() as somebody:
-        for address in {HERE, outward_address()} - {LOOPBACK}:
+        for address in {HERE, outward_address()} - {loopback_address()}:
             reached = [port for port in somebody.open_ports(address, asked) if port in ours]
             assert reached, "the neighbour does not reach this machine at all"
             assert service_port(manta) not in reached

@@ -34,6 +34,11 @@ def test_snapshots_of_failed_jobs_are_kept_a_day_or_as_configured():
     assert Settings.from_environment({"MANTA_FAILED_MEMORY_HOURS": "0.5"}).failed_memory_hours == 0.5
 
 
+def test_home_that_the_locale_cannot_name_is_refused_with_advice():
+    with pytest.raises(InvalidSetting, match=r"home .* cannot be named in this locale: set PYTHONUTF8=1"):
+        Settings.from_environment({"MANTA_HOME": "/f\udcfc\udcdf"})
+
+
 @pytest.mark.parametrize("value", ["a day", "-1", "nan", "inf", "1e6"])
 def test_setting_with_invalid_hours_is_refused(value):
     with pytest.raises(InvalidSetting, match=f"MANTA_FAILED_MEMORY_HOURS is '{value}'"):

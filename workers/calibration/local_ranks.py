@@ -27,12 +27,12 @@ from manta.workers.errors import MantaError, PeerLost
 from manta.workers.node.host import visible
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.system import gpu
+from manta.workers.system.sockets import loopback_address
 from manta.workers.system.threads import threads_of
 
 Program = Callable[..., Any]
 """Runs on one rank: takes its Comm, the JobSpec and further arguments, and returns something that can be pickled."""
 
-HOST = "127.0.0.1"
 SECONDS = 300.0
 END_SECONDS = 10.0
 """Seconds that a process whose connection is closed may take to end, which says how it did."""
@@ -69,7 +69,7 @@ class LocalRanks:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "manta.workers.trainer"])
         skip_reverse_lookups()
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore(loopback_address(), 0, is_master=True, wait_for_workers=False)
         self._generation = 0
 
     def run(
@@ -173,5 +173,6 @@ def _joined(grid: RankGrid, rank: int, port: int, generation: int, secret: str, 
     skip_reverse_lookups()
     comm = Comm(grid, rank, device, place.backend)
     if grid.world_size > 1:
-        comm.connect(dist.TCPStore(HOST, port, is_master=False), generation, HOST, secret)
+        host = loopback_address()
+        comm.connect(dist.TCPStore(host, port, is_master=False), generation, host, secret)
     return comm

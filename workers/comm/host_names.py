@@ -40,8 +40,9 @@ def skip_reverse_lookups() -> None:
 
 
 def _fail_once() -> None:
-    _query_unanswered()
-    connect_once()
+    with contextlib.suppress(OSError):  # this machine has no loopback address of IPv4: names are still resolved
+        _query_unanswered()
+        connect_once()
 
 
 def _query_unanswered() -> None:

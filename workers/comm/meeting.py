@@ -30,7 +30,7 @@ import torch.distributed as dist
 from manta.workers.comm.secret import PROOF_BYTES, Secret
 from manta.workers.errors import PeerLost
 from manta.workers.liveness.progress import CONNECTING_CHANNEL, Progress
-from manta.workers.system.sockets import PortRange, listen
+from manta.workers.system.sockets import PortRange, host_and_port, listen, split_address
 
 NONCE_BYTES = 32
 MAX_UNAUTHENTICATED = 64
@@ -92,13 +92,13 @@ class _Call(_Conversation):
 
     def __init__(self, rank: int, peer: int, address: str, secret: Secret, here: str):
         """`here`: the caller's own address, for messages."""
-        super().__init__(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+        there = split_address(address)
+        super().__init__(socket.socket(socket.AF_INET6 if ":" in there[0] else socket.AF_INET, socket.SOCK_STREAM))
         self._rank, self.peer, self._address, self._secret, self._here = rank, peer, address, secret, here
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.greeted = False
         self.since = time.monotonic()
-        host, port = address.rsplit(":", 1)
-        self._began = self.connection.connect_ex((host, int(port)))
+        self._began = self.connection.connect_ex(there)
 
     def greet(self) -> None:
         """Send the greeting, unless the connection is not established yet. Raises PeerLost."""
@@ -198,7 +198,7 @@ class Meeting:
         store is never valid, and once the generation is over."""
         try:
             with self._selector, listen(self._host, self._ports, _BACKLOG) as listener:
-                self._address = f"{self._host}:{listener.getsockname()[1]}"
+                self._address = host_and_port(self._host, listener.getsockname()[1])
                 self._publish_address()
                 # All addresses are read before the first connection: ranks that connect here must not be kept waiting.
                 for peer, address in [(peer, self._address_of(peer)) for peer in self._below]:

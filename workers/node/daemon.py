@@ -41,7 +41,7 @@ from manta.workers.protocol.messages import (
 from manta.workers.protocol.remote_call import serve
 from manta.workers.snapshot.node_memory import MemoryServer
 from manta.workers.system.daemon_threads import in_daemon_thread
-from manta.workers.system.sockets import LOOPBACK, POLL_SECONDS, PortRange, UnixListener
+from manta.workers.system.sockets import POLL_SECONDS, PortRange, UnixListener, loopback_address
 from manta.workers.zygote.client import ForkedProcess, ZygoteUnavailable, fork
 from manta.workers.zygote.owner import ZygoteOwner
 
@@ -169,7 +169,7 @@ class NodeDaemon:
                     f"{job} has a store of generation {current.generation} here, so {generation} gets none; "
                     "read the job's current generation."
                 )
-            host = LOOPBACK if one_machine else this_host().address
+            host = loopback_address() if one_machine else this_host().address
             if current is not None and not current.process.ended and current.host == host:
                 current.generation = generation
                 return Endpoint(host, current.port)
@@ -246,6 +246,7 @@ class NodeDaemon:
         await asyncio.to_thread(self._gpus.stop)
         self._heartbeat.close()
         self._runtime_folder.release()
+        self._paths.remove_empty_runtime_folder()
 
     async def _serve_drains(self, listener: UnixListener) -> None:
         self._drain_listener = listener

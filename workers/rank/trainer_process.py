@@ -54,6 +54,7 @@ from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import parse_location
 from manta.workers.system import gpu
 from manta.workers.system.priority import lower_priority
+from manta.workers.system.sockets import host_and_port
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.reporter import Reporter
@@ -198,7 +199,7 @@ class TrainerProcess:
             try:
                 store = dist.TCPStore(order.store_host, order.store_port, is_master=False, timeout=STORE_TIMEOUT)
             except RuntimeError as error:
-                where = f"{order.store_host}:{order.store_port} from {socket.gethostname()}"
+                where = f"{host_and_port(order.store_host, order.store_port)} from {socket.gethostname()}"
                 raise PeerLost(f"no rendezvous store answers at {where}: {str(error).splitlines()[0]}") from error
             if order.tries_repair:
                 self._try_repair(store)

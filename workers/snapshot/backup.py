@@ -22,7 +22,7 @@ from manta.workers.snapshot.files import NotificationPipe, backup_path, notifica
 from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory, in_node_memory
 from manta.workers.snapshot.snapshot_file import SnapshotFile, committed_steps
 from manta.workers.system.regular_files import put, remove
-from manta.workers.system.sockets import PortRange, listen
+from manta.workers.system.sockets import PortRange, host_and_port, listen
 
 RETRY_SECONDS = 0.5
 """Seconds between two attempts to reach a partner that refuses or is gone."""
@@ -321,7 +321,7 @@ def fetch(
                     wire.receive_slot(connection, file)
             steps = committed_steps(arriving)
             if not steps:
-                raise BackupError(f"no complete snapshot of rank {rank} arrived from {holder[0]}:{holder[1]}")
+                raise BackupError(f"no complete snapshot of rank {rank} arrived from {host_and_port(*holder)}")
             put(arriving, path)
         finally:
             arriving.unlink(missing_ok=True)

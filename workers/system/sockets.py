@@ -20,10 +20,9 @@ from manta.workers.errors import MantaError
 LOWEST, HIGHEST = 1024, 65535
 BACKLOG = 128
 
-LOOPBACK = "127.0.0.1"
-"""Reachable only for processes of this machine."""
+_LOOPBACK, _LOOPBACK_IPV6 = "127.0.0.1", "::1"
 _DISCARD_PORT = 9
-_SOMEWHERE_ELSE = "192.0.2.1"  # in a network that no machine is in (RFC 5737)
+_SOMEWHERE_ELSE = ("192.0.2.1", "2001:db8::1")  # in networks that no machine is in (RFC 5737, RFC 3849)
 
 
 def is_loopback(host: str) -> bool:
@@ -34,19 +33,41 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def loopback_address() -> str:
+    """Address that only processes of this machine reach: IPv4's, unless the machine has IPv6 only."""
+    try:
+        socket.create_server((_LOOPBACK, 0)).close()
+    except OSError:
+        return _LOOPBACK_IPV6
+    return _LOOPBACK
+
+
 def address_facing(host: str) -> str:
     """Address of this machine on the route to `host`. Raises OSError if there is no route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, _DISCARD_PORT))  # sends nothing: a datagram socket only picks its route
+    family, kind, _, _, address = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing: a datagram socket only picks its route
         return str(probe.getsockname()[0])
 
 
 def outward_address() -> str:
-    """Address of the interface that leads out of this machine; its loopback address if there is no network."""
-    try:
-        return address_facing(_SOMEWHERE_ELSE)
-    except OSError:
-        return LOOPBACK
+    """Address of the interface that leads out of this machine, IPv4's if there is one; its loopback address if there is
+    no network."""
+    for host in _SOMEWHERE_ELSE:
+        with contextlib.suppress(OSError):
+            return address_facing(host)
+    return loopback_address()
+
+
+def host_and_port(host: str, port: int) -> str:
+    """`HOST:PORT` as in URLs: an IPv6 address is in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class InvalidPortRange(MantaError):

@@ -66,6 +66,13 @@ ray.io/cluster: {{ include "manta.name" . }}
 {{- .Values.checkpoints.claim.existingClaim | default (printf "%s-checkpoints" (include "manta.name" .)) -}}
 {{- end -}}
 
+{{/* The account of control planes and nodes; empty: the namespace's default one. */}}
+{{- define "manta.serviceAccount" -}}
+{{- if .Values.serviceAccount.name }}{{ .Values.serviceAccount.name }}
+{{- else if or .Values.serviceAccount.annotations (contains "kubernetes" .Values.ray.nodeNotices) }}{{ include "manta.name" . }}-node
+{{- end }}
+{{- end -}}
+
 {{/* A random value that is made at the first install and kept. Takes (root, secret, key, value for a new one). */}}
 {{- define "manta.keptSecret" -}}
 {{- $root := index . 0 -}}

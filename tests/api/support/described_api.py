@@ -32,7 +32,7 @@ class Operation:
         response = self.document["responses"].get(str(status), {"content": {}})
         if PROBLEM not in response["content"]:
             return []
-        return response["content"][PROBLEM]["schema"]["allOf"][1]["properties"]["code"]["enum"]
+        return response["content"][PROBLEM]["schema"]["properties"]["code"]["enum"]
 
     @property
     def errors(self) -> dict[int, list[str]]:

@@ -57,6 +57,28 @@ def test_processes_of_ray_inherit_no_secrets_but_the_path_of_the_token(tmp_path,
     assert int(given[module.STARTUP_CONCURRENCY]) >= 3
 
 
+def test_ray_of_our_own_follows_no_settings_of_another_ray(tmp_path, monkeypatch):
+    declared, seen = {"RAY_OVERRIDE_RESOURCES": '{"GPU": 2}', "HOME": "/here"}, []
+    others = {
+        "PYTHONOPTIMIZE": "2",
+        "RAY_ADDRESS": "10.9.9.9:6379",
+        "RAY_RUNTIME_ENV_HOOK": "theirs",
+        "RAY_memory_usage_threshold": "0.01",
+    }
+    monkeypatch.setattr(os, "environ", {**declared, **others, "RAY_AUTH_TOKEN": "theirs"})
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, env, **options: seen.append(env))
+    monkeypatch.setattr(module, "connect", lambda *given: seen.append(dict(os.environ)))
+    head = RayHead(tmp_path, slots=3)
+    monkeypatch.setattr(head, "record", lambda: HeadRecord("here:1", 1, "now", "session"))
+    head._paths.ray_log.parent.mkdir()
+    head._spawn()
+    head.connect()
+    for environment in seen:
+        assert environment.items() >= declared.items()
+        assert not environment.keys() & {*others, "RAY_AUTH_TOKEN"} - {"PYTHONOPTIMIZE"}
+    assert len(seen) == 2 and "PYTHONOPTIMIZE" not in seen[0]
+
+
 def test_ray_head_is_found_again_without_its_record(ray_head):
     head = ray_head.head
     record, paths = head.record(), Paths.of(ray_head.home)
@@ -129,6 +151,7 @@ def test_failed_start_of_a_ray_head_names_its_log_and_had_our_python_path_first(
     with pytest.raises(RayUnavailable, match=r"Ray did not start; its log is .*ray\.log"):
         head.start()
     assert Paths.of(second_home).ray_log.read_text() == f"{ROOT}/src{os.pathsep}/of/the/user\n"
+    assert not Paths.of(second_home).runtime_folder.exists(), "nothing is left in /tmp"
 
 
 @pytest.mark.parametrize("key", ["started", "created"])

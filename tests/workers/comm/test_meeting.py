@@ -27,9 +27,9 @@ from manta.workers.system.sockets import PortRange
 GENERATION = 9
 
 
-def rank_links(rank: int, store: dist.Store, **options) -> Links:
+def rank_links(rank: int, store: dist.Store, host: str = HOST, **options) -> Links:
     """One of two ranks of generation 9."""
-    return Links(rank, range(2), store, secret(GENERATION), HOST, **options)
+    return Links(rank, range(2), store, secret(GENERATION), host, **options)
 
 
 def they_train(first: Links, second: Links) -> bool:
@@ -326,6 +326,11 @@ def test_rank_meeting_a_peer_that_does_not_answer_reports_both_addresses(monkeyp
         store.set("address/0", said_by(secret(GENERATION), 0, at(full)))
         with pytest.raises(PeerLost, match=rf"rank 0 cannot be reached at {at(full)} from {HOST}: no answer in 0\.2 s"):
             rank_links(1, store)
+
+
+def test_ranks_meet_over_ipv6():
+    store = dist.HashStore()
+    assert they_train(*run_threads(2, lambda rank: rank_links(rank, store, "::1")))
 
 
 def test_a_rank_listens_on_a_port_of_its_range():

@@ -19,14 +19,16 @@ from manta.workers.system.sockets import (
     UnixListener,
     address_facing,
     break_connections,
+    host_and_port,
     listen,
     open_connections,
     outward_address,
+    split_address,
 )
 
 
 def test_address_towards_loopback_is_loopback_and_the_outward_one_can_be_listened_on():
-    assert address_facing("127.0.0.1") == "127.0.0.1"
+    assert (address_facing("127.0.0.1"), address_facing("::1")) == ("127.0.0.1", "::1")
     with socket.create_server((outward_address(), 0)) as listener:
         assert listener.getsockname()[0] == outward_address()
 
@@ -34,11 +36,19 @@ def test_address_towards_loopback_is_loopback_and_the_outward_one_can_be_listene
 def test_machine_without_a_network_uses_its_loopback_address(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", Mock(side_effect=OSError("network is unreachable")))
     assert outward_address() == "127.0.0.1"
+    monkeypatch.setattr(socket, "create_server", Mock(side_effect=OSError("cannot assign requested address")))
+    assert outward_address() == "::1", "it has no IPv4"
     with pytest.raises(OSError, match="unreachable"):
         address_facing("10.0.0.1")
 
 
 HOST = "127.0.0.1"
+
+
+@pytest.mark.parametrize(("host", "port", "text"), [(HOST, 1, "127.0.0.1:1"), ("::1", 22, "[::1]:22"), ("a", 3, "a:3")])
+def test_address_of_either_family_survives_a_round_trip(host, port, text):
+    assert host_and_port(host, port) == text
+    assert split_address(text) == (host, port)
 
 
 @pytest.mark.parametrize(
