@@ -22,6 +22,7 @@ from manta.service.planner.machines import StoredCalibration
 from manta.service.planner.refinement import moved
 from manta.service.states import JobState
 from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
+from manta.service.store.expected_starts import expected_starts
 from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
@@ -59,12 +60,25 @@ def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
     books = ledgers.of_jobs(reader, started, time.time()) if started else {}
     goodput = {job_id: book.goodput for job_id, book in books.items()}
     places = jobs.queue_positions(reader, some)
+    starts = expected_starts(reader) if places else {}
     training = [job for job in some if job.state in _WITH_ETA and job.step > 0]
     seconds = metrics.recent_step_seconds(reader, training)
-    return [_job_view(job, goodput.get(job.id), places.get(job.id), seconds.get(job.id)) for job in some]
+    return [
+        _job_view(
+            job,
+            goodput.get(job.id),
+            seconds.get(job.id),
+            schemas.Queue(
+                position=places.get(job.id),
+                waiting_for=job.waiting_for,
+                expected_start_seconds=starts.get(job.id),
+            ),
+        )
+        for job in some
+    ]
 
 
-def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
+def _job_view(job: LikeJob, goodput: float | None, step_seconds: float | None, queue: schemas.Queue) -> schemas.Job:
     eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     return answer(
@@ -76,7 +90,7 @@ def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_secon
         parallel=_layout_in_use(job),
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
         goodput=goodput,
-        queue=schemas.Queue(position=place, waiting_for=job.waiting_for),
+        queue=queue,
     )
 
 
