@@ -7,6 +7,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
+from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.states import JobState
 from manta.service.store import checkpoints, events, jobs, keys, metrics, pauses_and_retries, ranks
@@ -178,12 +179,15 @@ def test_newest_checkpoint_of_a_job_that_went_back_is_warned_about_with_its_size
 def test_dashboard_hides_actions_from_a_read_only_viewer_who_can_sign_out(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.of_reader)
     page = viewer.open(f"jobs/{viewed.job}")
-    expect(page.locator(".viewer")).to_have_text("viewer")
+    expect(page.locator(".account-name")).to_have_text("viewer")
+    expect(page.get_by_role("link", name="Submit job")).to_be_hidden()
     expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
     for name in ("Cancel job", "Pause", "Resume", "Retry", "Edit"):
         expect(page.get_by_role("button", name=name)).to_be_hidden()
     (cookie,) = viewer.context.cookies()
 
+    page.locator(".account-name").click()
+    expect(page.locator(".account-about")).to_contain_text("viewer (read)")
     page.get_by_role("button", name="Sign out").click()
     expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
     viewer.context.add_cookies([cookie])
@@ -329,3 +333,17 @@ def _print(sample: Sample, home, *texts: str) -> None:
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:
     row = {"step": step, "loss": loss, "time": time.time(), "tokens_per_second": 4000.0, "step_seconds": 0.5}
     sample.store.write(lambda session: metrics.record(session, sample.job, 2, 0, step, [row]))
+
+
+def test_key_pasted_on_the_sign_in_page_opens_the_dashboard(viewed, browser):
+    secret = new_key()
+    viewed.store.write(lambda session: keys.create(session, digest_of(secret), "pasted", Scope.READ, DEFAULT_PROJECT))
+    page = browser.new_page()
+    page.goto(viewed.page("queue"))
+    for typed, wanted in (("manta_wrong", "unknown, expired or revoked"), ("ключ", "characters that no key has")):
+        page.get_by_label("API key").fill(typed)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("status")).to_contain_text(wanted)
+    page.get_by_label("API key").fill(secret)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_title("Jobs – Manta")

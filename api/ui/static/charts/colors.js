@@ -1,4 +1,6 @@
-/** The page's colours for what is drawn on canvases, which know no style sheets. */
+/** The page's colors for what is drawn on canvases, which know no style sheets. */
+
+import { onThemeChanged } from "../core/theme.js";
 
 const SERIES = [
   "#2f7bf6",
@@ -12,28 +14,27 @@ const SERIES = [
   "#7a8798",
   "#b03060",
 ];
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const waiting = new Set();
 let known = null;
 
-/** The colour of the n-th line. */
+/** The color of the n-th line. */
 export function seriesColor(place) {
   return SERIES[place % SERIES.length];
 }
 
-/** A colour of the style sheet, by the name of its variable: ink, dim, line, panel, good, warn, bad and so on. */
+/** A color of the style sheet, by the name of its variable: ink, dim, line, panel, good, warn, bad and so on. */
 export function color(name) {
   known ??= getComputedStyle(document.documentElement);
   return known.getPropertyValue(`--${name}`).trim();
 }
 
-/** Have `draw` called when the colours change; returns what ends that. */
+/** Have `draw` called when the colors change; returns what ends that. */
 export function onColorsChanged(draw) {
   waiting.add(draw);
   return () => waiting.delete(draw);
 }
 
-dark.addEventListener("change", () => {
+onThemeChanged(() => {
   known = null;
   for (const draw of waiting) draw();
 });
