@@ -19,6 +19,7 @@ from manta.service.ledger import Ledger
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
 from manta.service.planner.machines import StoredCalibration
+from manta.service.planner.part_labels import PART_LABELS
 from manta.service.planner.refinement import moved
 from manta.service.states import JobState
 from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
@@ -176,7 +177,7 @@ def _job_plan_view(kept: StoredPlan) -> schemas.JobPlan:
             **kept.plan,
             "generation": kept.generation,
             "measured": measured and measured.to_json(),
-            "compared": [vars(group) for group in groups],
+            "compared": [{**vars(group), "label": PART_LABELS[group.name]} for group in groups],
             "drift": kept.drift,
         }
     )

@@ -23,6 +23,7 @@ from manta.api.parameters import body_as
 from manta.api.problems import NOT_FOUND, problem
 from manta.api.security.access import request_of_caller
 from manta.api.security.permissions import DASHBOARD, DASHBOARD_PATH
+from manta.service.planner.part_labels import PHASE_LABELS
 from manta.service.states import ACTIONS, FINAL, STATE_NAMES
 from manta.service.store.tables import METRIC_NAMES
 from manta.workers.protocol.json_codec import spell
@@ -101,6 +102,7 @@ def _facts() -> dict[str, Any]:
         "final_states": sorted(FINAL),
         "actions": ACTIONS,
         "metrics": list(METRIC_NAMES),
+        "step_parts": PHASE_LABELS,
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from manta.service.planner.part_labels import PHASE_LABELS
 from manta.workers.timing.step_phases import PARTS
 from tests.api.ui.browser import needs_chromium
 
@@ -291,7 +292,7 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
     }  # fmt: skip
     shown = run("pages/job/step.js", """async (module, trace) => {
         const job = { spec: {} }, [real, answers] = [window.fetch, {}];
-        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {} });
+        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {}, facts: { step_parts: {} } });
         window.fetch = (url) => new Promise((done) => { answers[url.split("/").at(-1)] = done; });
         try {
             const chosen = ["trace_1", "trace_2"].map((id) => tab.choose(id));
@@ -321,8 +322,8 @@ def test_label_editor_removes_labels_that_were_left_out(call):
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
 
 
-def test_step_parts_of_the_dashboard_match_those_of_the_engine(call):
-    assert set(call("parts/parts_chart.js", "partsOfAStep")) == set(PARTS)
+def test_step_parts_of_the_dashboard_match_those_of_the_engine():
+    assert set(PHASE_LABELS) == set(PARTS)
 
 
 def test_zoom_by_tokens_is_translated_to_steps(run):
@@ -403,7 +404,11 @@ def test_ages_are_printed_coarsely(call, ago, text):
 
 def test_reason_of_a_job_begins_with_its_queue_place_and_is_empty_while_running(call):
     job = {"state": "QUEUED", "reason": "insufficient_slots", "message": "needs 8", "queue": {"position": 3}}
-    assert call("core/format.js", "why", job) == "place 3 in the queue: insufficient_slots: needs 8"
+    assert call("core/format.js", "why", job) == "position 3 in the queue: needs 8"
+    for seconds, start in ((20, "within a minute"), (90, "in about 2 min"), (7200, "in about 2 h 0 min")):
+        job["queue"] = {"position": 1, "expected_start_seconds": seconds}
+        wanted = f"position 1 in the queue, expected to start {start}: needs 8"
+        assert call("core/format.js", "why", job) == wanted
     assert call("core/format.js", "why", {**job, "state": "RUNNING"}) == ""
 
 

@@ -237,18 +237,18 @@ def test_lifetime_segment_has_name_and_colour_of_its_longest_class(viewer, compu
 def test_ranks_page_shows_stragglers_waits_and_places(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)
-    waits = page.get_by_role("region", name="Which rank waits for which").first
+    waits = page.get_by_role("region", name="Who waits for whom").first
     expect(waits).to_contain_text("most of them in the end for rank 3")
-    expect(page.get_by_role("table", name="Which rank waits for which").locator("tbody tr")).to_have_count(8)
+    expect(page.get_by_role("table", name="Who waits for whom").locator("tbody tr")).to_have_count(8)
     page.get_by_role("table", name="Ranks").get_by_role("button", name="3").click()
     expect(page.locator(".rank-detail")).to_contain_text("stage 1, tensor 1, replica 0")
-    page.get_by_role("button", name="Its stack now").click()
+    page.get_by_role("button", name="Current stack").click()
     expect(page.locator(".stack:not(.why-printed)")).to_contain_text("line 7 in forward")
     grid = page.locator(".rank-plot")
     grid.focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator(".rank-detail")).to_contain_text("rank 4: running")
-    page.get_by_role("link", name="Its log").click()
+    page.get_by_role("link", name="Log", exact=True).click()
     expect(page.get_by_label("Rank of the log")).to_have_value("4")
     expect(page.locator(".log-line").first).to_contain_text("[4]")
 
@@ -261,13 +261,21 @@ def test_checkpoints_that_are_gone_are_folded_away(viewer):
 
 def test_queue_page_says_which_jobs_wait_and_why(viewer):
     page = viewer.open("queue")
-    expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
-    line = page.get_by_role("table", name="Waiting").locator("tbody tr")
+    expect(page.get_by_role("table", name="Queued jobs")).to_contain_text("wide")
+    line = page.get_by_role("table", name="Queued jobs").locator("tbody tr")
     expect(line.locator("td")).to_have_text(
-        ["1", re.compile("wide"), "2 × 2 × 2", "0", re.compile("needs 64"), re.compile("just now|min")]
+        [
+            "1",
+            re.compile("wide"),
+            "2 × 2 × 2",
+            "0",
+            re.compile("needs 16"),
+            "in about 2 min",
+            re.compile("just now|min"),
+        ]
     )
-    expect(page.get_by_role("table", name="Holding places")).to_contain_text("quickstart")
-    row = page.get_by_role("table", name="Waiting").get_by_role("row").filter(has_text="wide")
+    expect(page.get_by_role("table", name="Running jobs")).to_contain_text("quickstart")
+    row = page.get_by_role("table", name="Queued jobs").get_by_role("row").filter(has_text="wide")
     row.evaluate("(element) => { element.dataset.mark = 'the same'; }")
     for _ in range(2):
         with page.expect_response(re.compile("state=QUEUED")):

@@ -28,6 +28,15 @@ export function color(name) {
   return known.getPropertyValue(`--${name}`).trim();
 }
 
+/** Black or white, whichever is easier to read on `fill` (#rrggbb) that is drawn with `alpha` on a panel. */
+export function inkOn(fill, alpha = 1) {
+  const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
+  const ground = channels(color("panel"));
+  const linear = channels(fill).map((value, at) => (value * alpha + ground[at] * (1 - alpha)) ** 2.2);
+  const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+  return luminance > 0.18 ? "#000" : "#fff"; // where the contrasts with both are equal
+}
+
 /** Have `draw` called when the colors change; returns what ends that. */
 export function onColorsChanged(draw) {
   waiting.add(draw);

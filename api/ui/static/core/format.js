@@ -106,6 +106,12 @@ export function age(moment, now = Date.now()) {
   return "just now";
 }
 
+/** A moment as the end of a sentence: 3 min ago. */
+export function ago(moment) {
+  const since = age(moment);
+  return since === "just now" ? since : `${since} ago`;
+}
+
 /** A moment in the viewer's zone. */
 export function clock(moment, withDay = true) {
   if (!moment) return UNKNOWN;
@@ -115,7 +121,7 @@ export function clock(moment, withDay = true) {
   return withDay ? `${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}` : time;
 }
 
-/** The same moment in UTC, for who hovers over it. */
+/** A moment with its year, in UTC, for tooltips. */
 export function utc(moment) {
   return moment
     ? `${new Date(moment)
