@@ -116,7 +116,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
             f"{without}: {less}" if less else without,
         ),
         "tensor": (
-            f"communication of tensor {layout.tensor}",
+            f"communication of {layout.tensor} tensor-parallel ranks",
             f"{narrower} with more pipeline stages" if narrower and has_layers else narrower,
         ),
         "copies": (

@@ -291,8 +291,8 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
         "clock": {"error_seconds": None}, "bubble": None, "message": None,
     }  # fmt: skip
     shown = run("pages/job/step.js", """async (module, trace) => {
-        const job = { spec: {} }, [real, answers] = [window.fetch, {}];
-        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {}, facts: { step_parts: {} } });
+        const job = { spec: {} }, facts = { step_parts: {} }, [real, answers] = [window.fetch, {}];
+        const tab = module.create({ id: "job_1", job, facts, viewer: Promise.resolve(null), refreshNow() {} });
         window.fetch = (url) => new Promise((done) => { answers[url.split("/").at(-1)] = done; });
         try {
             const chosen = ["trace_1", "trace_2"].map((id) => tab.choose(id));
@@ -533,7 +533,7 @@ def test_dashboard_links_omit_empty_parameters(call):
 
 @pytest.mark.parametrize(
     ("key", "state"),
-    [({}, "good"), ({"expires_at": "2999-01-01T00:00:00Z"}, "good"),
+    [({}, "valid"), ({"expires_at": "2999-01-01T00:00:00Z"}, "valid"),
      ({"expires_at": "2001-01-01T00:00:00Z"}, "expired"),
      ({"expires_at": "2001-01-01T00:00:00Z", "revoked_at": "2000-01-01T00:00:00Z"}, "revoked")],
 )  # fmt: skip
@@ -554,3 +554,27 @@ def test_dashboard_lists_have_the_chosen_order(call):
 def test_compared_jobs_of_one_name_are_distinguished_by_id(call):
     jobs = [{"name": name, "id": f"job_0000000{number}"} for number, name in enumerate(("a", "a", "b"))]
     assert call("pages/compare.js", "namesOf", jobs) == ["a 00000", "a 00001", "b"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        ({"path": "modle", "rule": "unknown key", "suggestion": "model"},
+         "Line 2: unknown key `modle`. Did you mean `model`?"),
+        ({"path": "train.optimizer.lr", "rule": "must be positive", "suggestion": 0.1},
+         "Line 5: `train.optimizer.lr` must be positive. Try `0.1`."),
+        ({"path": "data.paths.0", "rule": "must be a text", "suggestion": None},
+         "Line 6: `data.paths.0` must be a text."),
+        ({"path": "parallel", "rule": "is missing", "suggestion": None}, "`parallel` is missing."),
+        ({"path": "", "rule": "it is empty", "suggestion": None}, "It is empty."),
+    ],
+)  # fmt: skip
+def test_problem_of_a_job_file_is_a_sentence_with_its_line(run, problem, text):
+    written = "name: lr\nmodle: {}\ntrain:\n  steps: 5\n  optimizer: {lr: -1}\ndata: {paths: [1]}\n"
+    body = "(module, problem, text) => module.problemText(problem, module.lineOf(text, problem.path))"
+    assert run("parts/problems.js", body, problem, written) == text
+
+
+def test_text_between_backticks_is_shown_as_code(run):
+    html = "(module, text) => module.h('p', {}, module.marked(text)).innerHTML"
+    assert run("core/dom.js", html, "run `a <b>` or ` alone") == "run <code>a &lt;b&gt;</code> or ` alone"

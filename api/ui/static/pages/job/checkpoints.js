@@ -150,7 +150,7 @@ export function create({ id, viewer, refreshNow }) {
         ),
         h("p", { class: "mono" }, checkpoint.path),
       ],
-      { yes: "Delete it", no: "Keep it", danger: true },
+      { yes: "Delete it", danger: true },
     );
     if (!yes) return;
     try {
