@@ -347,3 +347,28 @@ def test_key_pasted_on_the_sign_in_page_opens_the_dashboard(viewed, browser):
     page.get_by_label("API key").fill(secret)
     page.get_by_role("button", name="Sign in").click()
     expect(page).to_have_title("Jobs – Manta")
+
+
+def test_chosen_theme_is_kept_by_the_browser_whatever_the_system_prefers(viewed, browser):
+    page = sign_in(browser, viewed, viewed.new_link(), color_scheme="light").open("queue")
+    ground = "getComputedStyle(document.documentElement).getPropertyValue('--ground')"
+    light = page.evaluate(ground)
+    page.locator(".account-name").click()
+    page.get_by_label("Theme").select_option("dark")
+    page.wait_for_function(f"{ground} !== '{light}'")
+    page.reload()
+    page.wait_for_function(f"{ground} !== '{light}'")
+    page.locator(".account-name").click()
+    page.get_by_label("Theme").select_option("system")
+    page.wait_for_function(f"{ground} === '{light}'")
+
+
+def test_link_that_is_followed_offline_says_so_and_opens_later(viewed, browser):
+    viewer = sign_in(browser, viewed, viewed.new_link())
+    page = viewer.open()
+    expect(page.locator("tbody tr", has_text="quickstart")).to_be_visible()
+    viewer.context.set_offline(True)
+    page.get_by_role("link", name="Cluster").click()
+    expect(page.locator(".notice")).to_contain_text("The page opens as soon as it answers.")
+    viewer.context.set_offline(False)
+    expect(page).to_have_title("Cluster – Manta")

@@ -578,3 +578,31 @@ def test_problem_of_a_job_file_is_a_sentence_with_its_line(run, problem, text):
 def test_text_between_backticks_is_shown_as_code(run):
     html = "(module, text) => module.h('p', {}, module.marked(text)).innerHTML"
     assert run("core/dom.js", html, "run `a <b>` or ` alone") == "run <code>a &lt;b&gt;</code> or ` alone"
+
+
+def test_queue_page_names_the_job_that_ends_first(call):
+    jobs = [
+        {"name": name, "eta_seconds": left, "parallel": {"world_size": ranks}}
+        for name, left, ranks in (("starting", None, 2), ("long", 7200.0, 4), ("short", 90.0, 1))
+    ]
+    assert call("pages/queue.js", "firstToEnd", jobs) == "First to end: short, in about 2 min; it releases 1 slot."
+    assert call("pages/queue.js", "firstToEnd", jobs[:1]) == ""
+
+
+@drawn()
+@given(st.tuples(*[st.integers(0, 255)] * 3), st.floats(0.05, 1))
+def test_text_on_a_color_has_a_contrast_of_at_least_4_5(run, channels, alpha):
+    fill = "#" + "".join(f"{channel:02x}" for channel in channels)
+    ink, panel = run("charts/colors.js", "(m, ...given) => [m.inkOn(...given), m.color('panel')]", fill, alpha)
+    ground = [int(panel[at : at + 2], 16) for at in (1, 3, 5)]
+    shade = luminance(alpha * own + (1 - alpha) * below for own, below in zip(channels, ground, strict=True))
+    text = luminance([255 if ink == "#fff" else 0] * 3)
+    assert (max(text, shade) + 0.05) / (min(text, shade) + 0.05) >= 4.5
+
+
+def luminance(channels):
+    """By WCAG 2.1, of channels from 0 to 255."""
+    parts = [
+        each / 255 / 12.92 if each / 255 <= 0.04045 else ((each / 255 + 0.055) / 1.055) ** 2.4 for each in channels
+    ]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]

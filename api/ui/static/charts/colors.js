@@ -32,9 +32,12 @@ export function color(name) {
 export function inkOn(fill, alpha = 1) {
   const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16) / 255);
   const ground = channels(color("panel"));
-  const linear = channels(fill).map((value, at) => (value * alpha + ground[at] * (1 - alpha)) ** 2.2);
+  const linear = channels(fill).map((value, at) => {
+    const shown = value * alpha + ground[at] * (1 - alpha);
+    return shown <= 0.04045 ? shown / 12.92 : ((shown + 0.055) / 1.055) ** 2.4; // as WCAG 2.1 defines luminance
+  });
   const luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
-  return luminance > 0.18 ? "#000" : "#fff"; // where the contrasts with both are equal
+  return luminance > 0.179 ? "#000" : "#fff"; // where the contrasts with both are equal
 }
 
 /** Have `draw` called when the colors change; returns what ends that. */

@@ -104,7 +104,7 @@ export class Lanes {
       if (slice.text && width > LEAST_TEXT && inner > 12) {
         pen.clipped(left, top, width, inner, () =>
           pen.text(left + width / 2, top + inner * (slice.textAbove ? STRIP / 2 : 0.5), slice.text, {
-            color: inkOn(slice.color, slice.alpha),
+            color: slice.ink ?? inkOn(slice.color, slice.alpha),
             size: 10,
             align: "center",
           }),

@@ -78,8 +78,8 @@ class PlanPage {
       h(
         "div",
         { class: "columns" },
-        h("div", {}, this.why.element, this.run.element),
-        h("div", {}, this.change.element, this.memory.element),
+        h("div", {}, this.why.element, this.memory.element, this.run.element),
+        this.change.element,
       ),
       this.line.element,
     );

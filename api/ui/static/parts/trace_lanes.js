@@ -1,4 +1,4 @@
-/** A traced step as lanes: a rank a lane, stages by colour, bubbles empty, the critical path underlined. */
+/** A traced step as lanes: a rank a lane, stages by color, bubbles empty, the critical path underlined. */
 
 import { color, seriesColor } from "../charts/colors.js";
 import { h } from "../core/dom.js";

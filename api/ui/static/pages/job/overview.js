@@ -1,7 +1,7 @@
 /** A job at a glance: its curves, what deserves attention, its ranks, where its time went, what happened last. */
 
 import { all, get } from "../../core/api.js";
-import { fill, h, panel, setText } from "../../core/dom.js";
+import { fill, h, marked, panel, setText } from "../../core/dom.js";
 import { link } from "../../core/router.js";
 import { attention } from "../../parts/attention.js";
 import { JobEvents, eventTable } from "../../parts/events.js";
@@ -62,7 +62,7 @@ export function create({ id, job }) {
     fill(
       notes,
       attention(now, places.items, events.items).map(({ text, tone, tab }) =>
-        h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "look") : null),
+        h("li", { class: `tone-${tone}` }, marked(text), " ", tab ? more(tab, "look") : null),
       ),
     );
   }
