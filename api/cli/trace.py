@@ -108,7 +108,7 @@ def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | No
 
 def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
     if not known.divided:
-        text = "no parts measured; run `manta trace` to see where the time goes"
+        text = "no parts measured; run manta trace to see where the time goes"
         console.print(f"a step takes {known.step_seconds:.4g} s; {text}", highlight=False)
         return
     planned = {part.name: part for part in known.planned or ()}

@@ -81,7 +81,11 @@ export class Lanes {
     for (const value of this.ticks(from, to, (pen.width - LEFT) / 100)) {
       pen.rectangle(x.place(value), 0, 1, bottom, { color: color("line"), alpha: 0.7 });
       const align = x.place(value) > pen.width - 30 ? "right" : "center";
-      pen.text(Math.min(x.place(value), pen.width), bottom + 12, this.format(value), { color: color("dim"), size: 10, align });
+      pen.text(Math.min(x.place(value), pen.width), bottom + 12, this.format(value), {
+        color: color("dim"),
+        size: 10,
+        align,
+      });
     }
     const nameEvery = Math.max(1, Math.ceil(13 / this.height));
     this.lanes.forEach((lane, place) => {

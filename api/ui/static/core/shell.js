@@ -18,13 +18,20 @@ const PLACES = [
 const HELP = [
   ["Documentation", "The folder `docs` of this release; begin with its `README.md`."],
   ["Command line", "`manta --help` lists all commands, `manta doctor` checks this installation."],
-  ["Charts", "Drag zooms all charts of a page, double-click shows everything again. With a chart in focus: + and - zoom, the arrow keys move, 0 shows everything."],
+  [
+    "Charts",
+    "Drag zooms all charts of a page, double-click shows everything again. With a chart in focus: + and - zoom, the arrow keys move, 0 shows everything.",
+  ],
 ];
 
 /** Build it; `{main, showViewer(me), title(text)}`. */
 export function buildShell(body, facts) {
   const links = PLACES.map(([name, path]) => h("a", { href: link(path), class: "place", "data-path": path }, name));
-  const submit = h("a", { class: "button primary", href: link("/submit"), "data-path": "/submit", hidden: true }, "Submit job");
+  const submit = h(
+    "a",
+    { class: "button primary", href: link("/submit"), "data-path": "/submit", hidden: true },
+    "Submit job",
+  );
   const account = accountMenu(facts);
   const main = h("main", { class: "page", id: "main" });
   const icon = document.querySelector("link[rel=icon]").href;
@@ -97,15 +104,29 @@ function accountMenu(facts) {
     show(me) {
       fill(name, me === null ? "Account" : me.user || me.key_name);
       signOut.hidden = !me?.browser;
-      const rows = me === null ? [] : [["User", me.user ?? "not set"], ["Key", `${me.key_name} (${me.scope})`], ["Project", me.installation ? "all projects" : me.project]];
-      fill(about, rows.map(([term, text]) => [h("dt", {}, term), h("dd", {}, text)]));
+      const rows =
+        me === null
+          ? []
+          : [
+              ["User", me.user ?? "not set"],
+              ["Key", `${me.key_name} (${me.scope})`],
+              ["Project", me.installation ? "all projects" : me.project],
+            ];
+      fill(
+        about,
+        rows.map(([term, text]) => [h("dt", {}, term), h("dd", {}, text)]),
+      );
     },
   };
 }
 
 function showHelp(facts) {
   const rows = HELP.map(([term, text]) => [h("dt", {}, term), h("dd", {}, marked(text))]);
-  const rest = h("a", { href: `${document.documentElement.dataset.base ?? ""}/openapi.json`, target: "_blank" }, "openapi.json");
+  const rest = h(
+    "a",
+    { href: `${document.documentElement.dataset.base ?? ""}/openapi.json`, target: "_blank" },
+    "openapi.json",
+  );
   const version = [h("dt", {}, "Version"), h("dd", {}, facts.version)];
   const what = h("dl", { class: "help" }, rows, h("dt", {}, "REST API"), h("dd", {}, rest), version);
   confirmed("Help", [what], { yes: "Close", no: null });

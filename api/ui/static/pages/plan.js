@@ -27,7 +27,13 @@ const PRESETS = {
 
 const LEAST_HOURS = 0.05; // less reads 0.0 h
 /** What the hours are called that a long training loses. */
-const LOST = { redone: "repeated steps", recovering: "recoveries", waiting: "waiting for nodes", slower: "fewer replicas", beside_steps: "validation and snapshots" };
+const LOST = {
+  redone: "repeated steps",
+  recovering: "recoveries",
+  waiting: "waiting for nodes",
+  slower: "fewer replicas",
+  beside_steps: "validation and snapshots",
+};
 
 /** Build it. */
 export async function open(root, { shell, router }) {
@@ -50,7 +56,11 @@ class PlanPage {
       Object.keys(PRESETS).map((name) => h("option", { value: name }, name)),
     );
     this.go = h("button", { class: "button primary", onclick: () => this.plan() }, "Plan");
-    this.says = h("div", { role: "status" }, emptyNote("No plan yet: choose an example or describe a model, and press Plan."));
+    this.says = h(
+      "div",
+      { role: "status" },
+      emptyNote("No plan yet: choose an example or describe a model, and press Plan."),
+    );
     const question = panel("What to plan", { controls: [presets, this.go] });
     question.body.append(this.text);
     this.plans = panel("Layouts, best first");

@@ -74,7 +74,10 @@ class SubmitPage {
       { "aria-label": "Examples", onchange: () => this.show(EXAMPLES[this.examples.value]) },
       Object.keys(EXAMPLES).map((name) => h("option", { value: name }, name)),
     );
-    const editor = panel("Job file", { note: "YAML or JSON; paths are read on the server", controls: [this.examples, this.submit] });
+    const editor = panel("Job file", {
+      note: "YAML or JSON; paths are read on the server",
+      controls: [this.examples, this.submit],
+    });
     editor.body.append(this.text, h("p", { class: "note" }, "Tab indents; Escape, then Tab, leaves the field."));
     const check = panel("Check");
     check.body.append(this.says, this.bars.element);
@@ -134,7 +137,9 @@ class SubmitPage {
     fill(
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
-      dry.data_problem ? h("p", { class: "tone-bad kind" }, marked(sentence(`The job would fail: ${dry.data_problem}`))) : "",
+      dry.data_problem
+        ? h("p", { class: "tone-bad kind" }, marked(sentence(`The job would fail: ${dry.data_problem}`)))
+        : "",
       h("p", { class: "note" }, "Planning ..."),
     );
     const plan = dry.plan && (await this.explained(spec, found.parallel));

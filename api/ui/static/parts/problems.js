@@ -17,7 +17,8 @@ export function problemList(error, text = "") {
 /** One problem as a sentence. */
 export function problemText({ path, rule, suggestion }, line) {
   const where = line === null ? "" : `Line ${line}: `;
-  if (rule === "unknown key") return `${where}unknown key \`${path}\`.${suggestion ? ` Did you mean \`${suggestion}\`?` : ""}`;
+  if (rule === "unknown key")
+    return `${where}unknown key \`${path}\`.${suggestion ? ` Did you mean \`${suggestion}\`?` : ""}`;
   const what = path ? `\`${path}\` ${rule}` : rule;
   return `${where}${sentence(what)}${suggestion ? ` Try \`${suggestion}\`.` : ""}`;
 }

@@ -19,7 +19,7 @@ export const COLORINGS = {
 const [SMALLEST, LARGEST] = [5, 48];
 const NOBODY = "No ranks have been placed yet.";
 const MOST_NAMED = 8;
-const [LEAST_LABELLED, MARGIN, TIP_WIDTH] = [14, 58, 320];
+const [LEAST_LABELLED, LEAST_BLOCK, MARGIN, TIP_WIDTH] = [14, 66, 58, 320]; // pixels
 
 /** The grid; `element` goes into the page. `onPick(rank)` is called when one is chosen. */
 export class RankGrid {
@@ -49,7 +49,13 @@ export class RankGrid {
       this.canvas,
     );
     // Beside the plot, which scrolls where it is narrow, and would cut it off.
-    this.element = h("div", { class: "rank-grid" }, this.summary, h("div", { class: "rank-box" }, this.plot, this.tip), this.legend);
+    this.element = h(
+      "div",
+      { class: "rank-grid" },
+      this.summary,
+      h("div", { class: "rank-box" }, this.plot, this.tip),
+      this.legend,
+    );
     this.unwatch = onColorsChanged(() => this.draw());
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.plot);
@@ -80,7 +86,8 @@ export class RankGrid {
     this.plot.style.height = `${this.height}px`;
     const pen = new CanvasPen(this.canvas, width, this.height);
     this.colors = this.colorsNow();
-    for (const { x, y, name, align = "left" } of this.labels) pen.text(x, y, name, { color: color("dim"), size: 10, align });
+    for (const { x, y, name, align = "left" } of this.labels)
+      pen.text(x, y, name, { color: color("dim"), size: 10, align });
     this.ranks.forEach((rank, at) => this.drawRank(pen, rank, this.boxes[at]));
     this.plot.setAttribute("aria-label", summaryOf(this.ranks, this.replaced));
     this.showLegend();
@@ -98,14 +105,15 @@ export class RankGrid {
     const labelled = side >= LEAST_LABELLED && replicas <= 64;
     const [left, top] = labelled ? [MARGIN, 30] : [0, 0];
     side = Math.max(SMALLEST, Math.min(side, Math.floor((width - gap - left) / stages)));
-    const block = stages * side + gap;
-    const across = Math.max(1, Math.min(replicas, Math.floor((width + gap - left) / Math.max(block, labelled ? 66 : 0))));
-    const step = Math.max(block, labelled ? 66 : 0);
+    const block = Math.max(stages * side + gap, labelled ? LEAST_BLOCK : 0);
+    const across = Math.max(1, Math.min(replicas, Math.floor((width + gap - left) / block)));
     const tall = rows * side + gap + top;
     this.side = side;
     this.height = Math.ceil(replicas / across) * tall + 2;
-    const corner = (replica) => [left + (replica % across) * step, Math.floor(replica / across) * tall + top];
-    this.labels = labelled ? [...Array(replicas).keys()].flatMap((replica) => axisLabels(replica, ...corner(replica))) : [];
+    const corner = (replica) => [left + (replica % across) * block, Math.floor(replica / across) * tall + top];
+    this.labels = labelled
+      ? [...Array(replicas).keys()].flatMap((replica) => axisLabels(replica, ...corner(replica)))
+      : [];
     this.boxes = this.ranks.map((rank) => {
       const [x, y] = corner(rank.data);
       return { x: x + rank.pipeline * side, y: y + (rank.context * tensor + rank.tensor) * side };
@@ -114,7 +122,12 @@ export class RankGrid {
     function axisLabels(replica, x, y) {
       const names = [{ x, y: y - 23, name: `replica ${replica}` }];
       for (let stage = 0; stage < stages; stage += 1)
-        names.push({ x: x + (stage + 0.5) * side - 1, y: y - 8, name: `${side >= 40 ? "stage " : ""}${stage}`, align: "center" });
+        names.push({
+          x: x + (stage + 0.5) * side - 1,
+          y: y - 8,
+          name: `${side >= 40 ? "stage " : ""}${stage}`,
+          align: "center",
+        });
       for (let row = 0; row < rows && replica % across === 0; row += 1) {
         const context = contexts > 1 ? `c${Math.floor(row / tensor)} ` : "";
         names.push({ x: x - 6, y: y + (row + 0.5) * side, name: `${context}tensor ${row % tensor}`, align: "right" });
@@ -140,7 +153,8 @@ export class RankGrid {
       size: this.side >= 40 ? 13 : 10,
       align: "center",
     });
-    if (replaced && this.side >= 34) pen.text(x + inner - 5, y + 11, `↻${replaced.count}`, { color: ink, size: 10, align: "right" });
+    if (replaced && this.side >= 34)
+      pen.text(x + inner - 5, y + 11, `↻${replaced.count}`, { color: ink, size: 10, align: "right" });
   }
 
   /** What the color of a rank depends on beside itself. */
@@ -194,7 +208,11 @@ export class RankGrid {
     if (value && running)
       for (const share of [0, 0.33, 0.66, 1]) {
         const [shade, alpha] = this.shadeOf(share);
-        entries.push([`${share === 0 ? `${label}: ` : ""}${format(range[0] + share * (range[1] - range[0]))}`, shade, alpha]);
+        entries.push([
+          `${share === 0 ? `${label}: ` : ""}${format(range[0] + share * (range[1] - range[0]))}`,
+          shade,
+          alpha,
+        ]);
       }
     if (some((rank) => rank.state === "exited")) entries.push([running ? "dead" : "exited", this.colors.exited, 0.85]);
     if (some((rank) => !["running", "exited"].includes(rank.state))) entries.push(["starting", color("busy"), 0.6]);
@@ -207,7 +225,12 @@ export class RankGrid {
         h("span", { class: "legend-entry" }, h("i", { class: "swatch", style: { background, opacity } }), text),
       ),
       outlined.map(([text, shade]) =>
-        h("span", { class: "legend-entry" }, h("i", { class: "swatch", style: { border: `2px solid ${color(shade)}` } }), text),
+        h(
+          "span",
+          { class: "legend-entry" },
+          h("i", { class: "swatch", style: { border: `2px solid ${color(shade)}` } }),
+          text,
+        ),
       ),
     );
   }

@@ -94,7 +94,12 @@ export class RankHistory {
     const entries = [1, 1.2, SLOW, 2].map((ratio) => {
       const { shade, alpha } = shadeOf(ratio);
       const text = ratio === 1 ? "as the median" : `${ratio}${ratio === 2 ? " times or longer" : " times"}`;
-      return h("span", { class: "legend-entry" }, h("i", { class: "swatch", style: { background: shade, opacity: alpha } }), text);
+      return h(
+        "span",
+        { class: "legend-entry" },
+        h("i", { class: "swatch", style: { background: shade, opacity: alpha } }),
+        text,
+      );
     });
     fill(this.legend, entries);
   }

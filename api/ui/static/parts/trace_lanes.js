@@ -57,7 +57,10 @@ export function traceLegend(trace) {
   const stages = [...new Set(slices.filter((each) => each.kind in PASSES).map((each) => each.stage ?? 0))];
   const entries = new Map();
   for (const stage of stages.sort((one, other) => one - other).slice(0, MOST_STAGES))
-    entries.set(`stage ${stage}: forward, backward`, [PASSES.forward, PASSES.backward].map((alpha) => [seriesColor(stage), alpha]));
+    entries.set(
+      `stage ${stage}: forward, backward`,
+      [PASSES.forward, PASSES.backward].map((alpha) => [seriesColor(stage), alpha]),
+    );
   for (const [kind, [shade, label]] of Object.entries(OTHERS))
     if (slices.some((each) => each.kind === kind)) entries.set(label, [[color(shade), OTHERS_ALPHA]]);
   if (trace.critical_path?.length) entries.set("on the critical path (underlined)", [[color("bad"), 1]]);

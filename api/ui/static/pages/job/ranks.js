@@ -47,7 +47,20 @@ class RanksTab {
     this.waits.body.append(this.waitsBody);
     const list = panel("All ranks");
     const { element, body } = table(
-      ["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Wait", "Memory", "Node", "Device", "PID", "Replaced"],
+      [
+        "Rank",
+        "Tensor",
+        "Stage",
+        "Replica",
+        "State",
+        "Own time",
+        "Wait",
+        "Memory",
+        "Node",
+        "Device",
+        "PID",
+        "Replaced",
+      ],
       { label: "Ranks" },
     );
     this.note = h("p", { class: "note" });

@@ -37,11 +37,15 @@ class StepTab {
     const plan = panel("Planned and measured");
     plan.body.append(this.plan.element);
     [this.budgetNote, this.budgetPanel] = [budget.note, budget];
-    this.noBudget = h("p", { class: "empty-note" }, "No measurements yet.");
+    this.noBudget = h("p", { class: "empty-note" }, "No parts measured yet. Trace a step to see where its time goes.");
     budget.body.append(this.noBudget, this.budget.element, whyTimesDiffer());
     const trace = panel("A traced step");
     this.steps = h("input", { type: "number", min: 1, max: MOST_STEPS, value: 1, "aria-label": "Steps to trace" });
-    this.profiled = h("input", { placeholder: "ranks, such as 0, 3", size: 12, "aria-label": "Ranks for torch's profiler" });
+    this.profiled = h("input", {
+      placeholder: "ranks, such as 0, 3",
+      size: 12,
+      "aria-label": "Ranks for torch's profiler",
+    });
     this.ask = h("button", { class: "button primary", onclick: () => this.request() }, "Trace the next step");
     this.choice = h("select", { "aria-label": "Trace", onchange: (event) => this.choose(event.target.value) });
     this.state = h("span", { class: "note", role: "status" });
@@ -70,7 +74,11 @@ class StepTab {
       this.facts,
       this.legend,
       h("div", { class: "scroll lane-scroll" }, this.lanes.element, this.plannedHead, this.planned.element),
-      h("p", { class: "note" }, "Click the lanes; then the wheel or + and - zoom, drag moves, double-click shows everything."),
+      h(
+        "p",
+        { class: "note" },
+        "Click the lanes; then the wheel or + and - zoom, drag moves, double-click shows everything.",
+      ),
     );
     this.parts = new PartsChart(id, facts.step_parts, job.spec.train?.time_parts_every ?? 0);
     this.element = h(
@@ -131,13 +139,12 @@ class StepTab {
   }
 
   showBudget(budget, job) {
-    setVisible(this.noBudget, !budget?.parts?.length);
+    const known = Boolean(budget?.parts?.length && budget.divided);
+    setVisible(this.noBudget, !known);
+    setVisible(this.budget.element, known);
     if (!budget?.parts?.length) return;
     const mfu = job.metrics.latest.mfu_full;
-    setText(
-      this.budgetNote,
-      `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; ${sourceOf(budget)}`,
-    );
+    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; ${sourceOf(budget)}`);
     this.budget.show(budget);
   }
 
@@ -234,7 +241,7 @@ function whyTimesDiffer() {
 }
 
 function sourceOf(budget) {
-  if (!budget.divided) return "no parts measured, trace a step to see them";
+  if (!budget.divided) return "mean of the newest steps";
   return budget.measured_from === "phases" ? "from steps timed in parts" : `from ${words(budget.measured_from)}`;
 }
 
