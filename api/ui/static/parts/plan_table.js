@@ -20,13 +20,18 @@ export function planTable() {
   };
 }
 
+/** A ratio to the plan: as a percentage, or where that would be hard to read, as a factor. */
+function differenceOf(ratio) {
+  return ratio >= 3 ? `${number(ratio)} times` : signed(ratio - 1);
+}
+
 function contents({ planned, measured, compared, drift, generation }) {
   const { element, body } = table(["Part", "Planned", "Measured", "Difference"], { label: "Planned and measured" });
   const row = (name, one, other, write) =>
     h(
       "tr",
       {},
-      [name, write(one), other === null ? "–" : write(other), other && one ? signed(other / one - 1) : "–"].map(
+      [name, write(one), other === null ? "–" : write(other), other && one ? differenceOf(other / one) : "–"].map(
         (cell) => h("td", { class: "number" }, cell),
       ),
     );
@@ -43,7 +48,7 @@ function contents({ planned, measured, compared, drift, generation }) {
     ? `; measured: median of steps ${number(measured.first_step)} to ${number(measured.last_step)}`
     : "; nothing measured yet";
   return [
-    drift ? h("p", { class: "kind tone-warn" }, marked(sentence(drift.message))) : null,
+    drift ? h("p", { class: planned.assumed ? "note" : "kind tone-warn" }, marked(sentence(drift.message))) : null,
     element,
     h(
       "p",

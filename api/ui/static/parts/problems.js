@@ -7,10 +7,12 @@ import { sentence } from "../core/format.js";
 export function problemList(error, text = "") {
   const errors = error.errors ?? [];
   if (errors.length === 0) return h("p", { class: "tone-bad kind" }, marked(error.message));
+  const found = errors.map((each) => [lineOf(text, each.path), each]);
+  found.sort(([one], [other]) => one - other);
   return h(
     "ul",
     { class: "problems" },
-    errors.map((each) => h("li", {}, marked(problemText(each, lineOf(text, each.path))))),
+    found.map(([line, each]) => h("li", {}, marked(problemText(each, line)))),
   );
 }
 

@@ -13,6 +13,7 @@ import { planTable } from "../../parts/plan_table.js";
 import { lanesOf, rangeOf, traceLegend } from "../../parts/trace_lanes.js";
 
 const MOST_STEPS = 20;
+const HINT = "Click the lanes; then the wheel or + and - zoom, drag moves, double-click shows everything.";
 
 /** The tab. */
 export function create(context) {
@@ -56,6 +57,7 @@ class StepTab {
       new Lanes("The same step as planned", { format: duration }),
     ];
     this.legend = h("div", { class: "legend" });
+    this.hint = h("p", { class: "note", hidden: true }, HINT);
     this.plannedHead = h("h3", { class: "lane-head", hidden: true }, "The same step as planned, on its own time scale");
     setVisible(this.lanes.element, false);
     setVisible(this.planned.element, false);
@@ -74,11 +76,7 @@ class StepTab {
       this.facts,
       this.legend,
       h("div", { class: "scroll lane-scroll" }, this.lanes.element, this.plannedHead, this.planned.element),
-      h(
-        "p",
-        { class: "note" },
-        "Click the lanes; then the wheel or + and - zoom, drag moves, double-click shows everything.",
-      ),
+      this.hint,
     );
     this.parts = new PartsChart(id, facts.step_parts, job.spec.train?.time_parts_every ?? 0);
     this.element = h(
@@ -180,6 +178,7 @@ class StepTab {
     const lanes = lanesOf(trace);
     const range = rangeOf(lanes);
     setVisible(this.lanes.element, true);
+    setVisible(this.hint, true);
     this.lanes.show(lanes, range);
     const planned = trace.planned?.ranks ? lanesOf(trace.planned, { prefix: "plan, rank" }) : null;
     setVisible(this.plannedHead, Boolean(planned));
