@@ -19,9 +19,11 @@ from manta.service.ledger import Ledger
 from manta.service.planner.drift import compared
 from manta.service.planner.hardware import Machine
 from manta.service.planner.machines import StoredCalibration
+from manta.service.planner.part_labels import PART_LABELS
 from manta.service.planner.refinement import moved
 from manta.service.states import JobState
 from manta.service.store import checkpoints, exports, installation_tables, jobs, ledgers, metrics, recoveries, tables
+from manta.service.store.expected_starts import expected_starts
 from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
@@ -58,11 +60,24 @@ def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
     started = [job for job in some if job.generation]  # the others have not computed anything yet
     books = ledgers.of_jobs(reader, started, time.time()) if started else {}
     places = jobs.queue_positions(reader, some)
+    starts = expected_starts(reader) if places else {}
     means = metrics.means(reader, [job for job in started if job.step > 0])
-    return [_job_view(job, books.get(job.id), places.get(job.id), means.get(job.id, {})) for job in some]
+    return [
+        _job_view(
+            job,
+            books.get(job.id),
+            means.get(job.id, {}),
+            schemas.Queue(
+                position=places.get(job.id),
+                waiting_for=job.waiting_for,
+                expected_start_seconds=starts.get(job.id),
+            ),
+        )
+        for job in some
+    ]
 
 
-def _job_view(job: LikeJob, book: Ledger | None, place: int | None, means: Mapping[str, float]) -> schemas.Job:
+def _job_view(job: LikeJob, book: Ledger | None, means: Mapping[str, float], queue: schemas.Queue) -> schemas.Job:
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
     step_seconds = means.get("step_seconds") if job.state in _WITH_ETA else None
     return answer(
@@ -75,7 +90,7 @@ def _job_view(job: LikeJob, book: Ledger | None, place: int | None, means: Mappi
         metrics=schemas.LatestMetrics(latest={**known, **job.metrics}, mean={**dict.fromkeys(metrics.MEANS), **means}),
         goodput=None if book is None else book.goodput,
         running_seconds=None if book is None else book.running_seconds,
-        queue=schemas.Queue(position=place, waiting_for=job.waiting_for),
+        queue=queue,
     )
 
 
@@ -169,7 +184,7 @@ def _job_plan_view(kept: StoredPlan) -> schemas.JobPlan:
             **kept.plan,
             "generation": kept.generation,
             "measured": measured and measured.to_json(),
-            "compared": [vars(group) for group in groups],
+            "compared": [{**vars(group), "label": PART_LABELS[group.name]} for group in groups],
             "drift": kept.drift,
         }
     )

@@ -154,7 +154,7 @@ def _nodes(nodes: dict[str, int]) -> str:
 def _explanation(console: Console, explanation: schemas.PlanExplanation, step: float) -> None:
     console.print("\nTime of the best plan's step:")
     shares = [
-        (share.name, f"{share.seconds / step:.1%}", f"{share.seconds:.4g} s", share.what)
+        (share.label or share.name, f"{share.seconds / step:.1%}", f"{share.seconds:.4g} s", share.what)
         for share in explanation.shares
     ]
     table(console, ("PART", "SHARE", "TIME", "WHAT"), shares, "")

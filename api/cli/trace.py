@@ -107,21 +107,24 @@ def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | No
 
 
 def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
+    if not known.divided:
+        text = "no parts measured; run manta trace to see where the time goes"
+        console.print(f"a step takes {known.step_seconds:.4g} s; {text}", highlight=False)
+        return
     planned = {part.name: part for part in known.planned or ()}
     rows = [
         (
-            part.name,
+            part.label or part.name,
             f"{part.fraction:.1%}",
             _time(part.seconds),
             _time(planned[part.name].seconds) if part.name in planned else "-",
-            part.help or part.how,
+            part.help.replace("`", "") or "-",
         )
-        for part in known.parts
+        for part in sorted(known.parts, key=lambda part: -part.seconds)
     ]
-    console.print(
-        f"\nTime of a step of {known.step_seconds:.4g} s, measured from {known.measured_from}:", highlight=False
-    )
-    table(console, ("PART", "SHARE", "TIME", "PLANNED", "LESS WITH"), rows, "")
+    source = "the steps timed in parts" if known.measured_from == "phases" else known.measured_from
+    console.print(f"Time of a step of {known.step_seconds:.4g} s, from {source}:", highlight=False)
+    table(console, ("PART", "SHARE", "MEASURED", "PLANNED", "WHAT REDUCES IT"), rows, "")
 
 
 def _time(seconds: float) -> str:

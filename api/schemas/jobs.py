@@ -146,6 +146,9 @@ class Queue(Answer):
     """Position in the queue, starting from 1; null for a job that is not QUEUED."""
     waiting_for: dict[str, Any] | None = None
     """What the job waits for, such as needed and available slots."""
+    expected_start_seconds: float | None = None
+    """Estimated seconds until it starts, from the progress of the running jobs and the jobs ahead of it; null if
+    unknown."""
 
 
 class Job(Answer):

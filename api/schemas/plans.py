@@ -104,6 +104,8 @@ class StepShare(Answer):
 
     name: str
     """Stable code."""
+    label: str = ""
+    """Name for users; empty from a service of an earlier release."""
     seconds: float
     """Mean over the ranks; may be negative for products, if kernels skip work that the FLOPs include."""
     what: str
@@ -254,6 +256,9 @@ class ComparedPart(Answer):
     """A group of parts with the same meaning in a plan and in a measurement."""
 
     name: str
+    """Stable code."""
+    label: str = ""
+    """Name for users; empty from a service of an earlier release."""
     planned: float
     """Planned seconds of a step."""
     measured: float

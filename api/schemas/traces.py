@@ -51,6 +51,8 @@ class BudgetPart(Answer):
         "snapshot",
         "rest",
     ]
+    label: str = ""
+    """Name for users; empty from a service of an earlier release."""
     seconds: float
     """Mean over the ranks; may be negative if the peak is reached or phases overlap."""
     fraction: float
@@ -70,6 +72,9 @@ class StepBudget(Answer):
     """Parts of the step as estimated by the planner; null if it cannot plan the job."""
     measured_from: str
     """Id of a trace, or `phases`."""
+    divided: bool = True
+    """Whether passes and communication were measured; false: only the MFU and the waits are known, and the rest is
+    `rest`."""
 
 
 class Trace(Answer):

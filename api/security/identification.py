@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from starlette.datastructures import Headers
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manta.api.problems import DATABASE_ERRORS, database_unavailable, problem_of
@@ -15,15 +15,10 @@ from manta.api.security.auditing import Audit
 from manta.api.security.credentials import Identities, credential_in
 from manta.api.security.permissions import DASHBOARD_PATH, is_anonymous
 from manta.api.security.rate_limits import CallerLimits, TooManyRequests
+from manta.api.security.sign_in import sign_in_page
 from manta.service.identity import Identity
 
 log = logging.getLogger(__name__)
-
-# The empty icon is so that browsers do not ask for /favicon.ico, which would be one more 401.
-_SIGN_IN = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta</title><link rel="icon" href="data:,">
-<body style="font-family: system-ui, sans-serif; max-width: 34em; margin: 4em auto; line-height: 1.5">
-<h1>Manta</h1><p>This browser is not signed in. On a machine where you use Manta, run</p><pre>manta link</pre>
-<p>and open the link that it prints. It is good once, for ten minutes.</p></body></html>"""
 
 
 class Identification:
@@ -63,7 +58,7 @@ class Identification:
             attach(scope, RequestOfCaller(None, address))
             await self._app(scope, receive, send)
         else:
-            await _unauthenticated(scope["path"], ended)(scope, receive, send)
+            await _unauthenticated(scope, ended)(scope, receive, send)
 
     async def _of_a_caller(
         self, identity: Identity, about: RequestOfCaller, scope: Scope, receive: Receive, send: Send
@@ -80,8 +75,9 @@ class Identification:
                 self._limits.end_stream(identity.key_id)
 
 
-def _unauthenticated(path: str, ended: str | None) -> Response:
+def _unauthenticated(scope: Scope, ended: str | None) -> Response:
     """Browsers get a page that says what to do; `ended`: why the key that was sent is no longer valid."""
+    path = scope["path"]
     if path in ("/", DASHBOARD_PATH) or path.startswith(f"{DASHBOARD_PATH}/"):
-        return HTMLResponse(_SIGN_IN, 401, headers={"Cache-Control": "no-store"})
+        return sign_in_page(str(scope.get("root_path", "")))
     return problem_of(Unauthenticated(ended))

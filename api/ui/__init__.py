@@ -23,6 +23,7 @@ from manta.api.parameters import body_as
 from manta.api.problems import NOT_FOUND, problem
 from manta.api.security.access import request_of_caller
 from manta.api.security.permissions import DASHBOARD, DASHBOARD_PATH
+from manta.service.planner.part_labels import PHASE_LABELS
 from manta.service.states import ACTIONS, FINAL, STATE_NAMES
 from manta.service.store.tables import METRIC_NAMES
 from manta.workers.protocol.json_codec import spell
@@ -31,6 +32,8 @@ from manta.workers.spec.reading import document_in
 _ROOT = Path(__file__).parent / "static"
 _MEDIA_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _STYLES = ("style", "parts", "charts", "narrow")
+_DARK = "(prefers-color-scheme: dark)"
+"""When `dark.css` applies, unless a viewer decides otherwise (`core/theme.js`)."""
 _HEADERS = {
     # Nothing but our own files is run, fetched or framed, whatever a job's name or log has in it.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
@@ -73,6 +76,7 @@ def document_for(base: str) -> str:
     """The document for a service whose addresses begin with `base`."""
     static = f"{html.escape(base)}{DASHBOARD_PATH}/static/{DIGEST}"
     styles = "".join(f'<link rel="stylesheet" href="{static}/{name}.css">\n' for name in _STYLES)
+    styles += f'<link rel="stylesheet" id="dark" media="{_DARK}" href="{static}/dark.css">\n'
     preloads = "".join(f'<link rel="modulepreload" href="{static}/{name}">\n' for name in _PRELOADED)
     facts = json.dumps(_facts()).replace("<", "\\u003c")  # no text in it ends the element
     return f"""<!doctype html>
@@ -98,6 +102,7 @@ def _facts() -> dict[str, Any]:
         "final_states": sorted(FINAL),
         "actions": ACTIONS,
         "metrics": list(METRIC_NAMES),
+        "step_parts": PHASE_LABELS,
     }
 
 

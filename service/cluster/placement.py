@@ -66,6 +66,10 @@ class Shortage:
     """Units that are free in pieces large enough for its tensor-parallel groups."""
     possible: int
     """Units that would be available if no other job held any."""
+    free: int
+    """Units that are free, also those on nodes with too few of them for a tensor-parallel group."""
+    total: int
+    """Units of all nodes, free or not."""
     group: int
     """Units that must be on one node."""
     type: str | None = None
@@ -77,7 +81,8 @@ class Shortage:
         needed = f"needs {counted(self.needed, self.unit)}{typed}{together}"
         if self.can_never_fit:
             return f"{needed}, of which there are {self.possible}"
-        return f"{needed}, {self.available} of {self.possible} are free"
+        free = f"{needed}; {self.free} of {self.total} {'is' if self.free == 1 else 'are'} free"
+        return free if self.free < self.needed else f"{free}, but only {self.available} in such groups"
 
     @property
     def can_never_fit(self) -> bool:
@@ -151,7 +156,8 @@ def _shortages(layout: ParallelConfig, capacity: Capacity) -> Iterator[Shortage]
         available = sum(free // layout.tensor for _, free in nodes) * layout.tensor
         if available < needed:
             possible = sum(total // layout.tensor for total, _ in nodes) * layout.tensor
-            yield Shortage(capacity.unit, needed, available, possible, layout.tensor, type)
+            total, free = (sum(each) for each in zip(*nodes, strict=True)) if nodes else (0, 0)
+            yield Shortage(capacity.unit, needed, available, possible, free, total, layout.tensor, type)
 
 
 def without(capacity: Capacity, nodes: Collection[str]) -> Capacity:

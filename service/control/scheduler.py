@@ -293,6 +293,8 @@ class Scheduler:
         # A job that waits for another cluster is looked at only now and then: it does not report what others hold.
         available = shortage.possible if shortage.can_never_fit else shortage.available
         waiting_for = {"unit": kind, "needed": shortage.needed, "available": available}
+        if not shortage.can_never_fit:
+            waiting_for["free"] = shortage.free
         growth = await self._describe_growth(job, spec, shortage.unit) or await self._describe_other_unit(spec)
         why = _waiting_reason(
             f"{shortage}{self._describe_closed_ports()}{growth}", list(self._cluster.nodes.problems.values())

@@ -17,8 +17,8 @@ from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import step_model
 
 ASSUMED = (
-    "what this machine reaches of its data sheet is assumed, and was neither fitted nor measured (`manta calibrate` "
-    "there measures it): times compare layouts, and may be far from what a clock will show"
+    "estimates use default efficiency for this hardware: use them to compare layouts, and run `manta calibrate` there "
+    "for realistic times"
 )
 
 LINKS_ASSUMED = (

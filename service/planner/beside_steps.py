@@ -70,7 +70,7 @@ class BesideSteps:
             part = f"{self.snapshot / whole:.1%} of the training"
             said.append(f"{part}: an update waits {stall} for the snapshot before it, every {every} steps.")
         if self.storage_rate is not None:
-            size, rate = _gigabytes(self.checkpoint_bytes), _gigabytes(self.storage_rate)
+            size, rate = _amount(self.checkpoint_bytes), _amount(self.storage_rate)
             said.append(f"Checkpoints of {size} are written alongside the training, for which storage needs {rate}/s.")
         return tuple(said)
 
@@ -88,7 +88,9 @@ class BesideSteps:
         }
 
 
-def _gigabytes(size: float) -> str:
+def _amount(size: float) -> str:
+    if size < 1e8:
+        return f"{size / 1e6:.2g} MB"
     count = size / 1e9
     return f"{count:,.0f} GB" if count >= 100 else f"{count:.2g} GB"
 

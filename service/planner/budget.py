@@ -103,31 +103,34 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     compiled = "train.compile: true" if may_compile else ""
     products, less = _either(larger, narrower), _either(smaller, "more stages" if has_layers else "")
     without = "less recomputation, where memory allows"
-    full = "parallel.recompute: full beside them" if layout.recompute != "full" else ""
+    full = "parallel.recompute: full in addition" if layout.recompute != "full" else ""
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
         "products": (
-            "what matrix products and attention take longer than at the peak",
-            f"larger products: {products}" if products else "",
+            "matmuls and attention, beyond the time at the peak rate",
+            f"larger matmuls: {products}" if products else "",
         ),
-        "elementwise": ("norms, activations, residuals and losses, at the memory's speed", compiled),
+        "elementwise": ("norms, activations, residuals and losses, limited by memory bandwidth", compiled),
         "recomputation": (
-            f"activations that are computed again ({layout.recompute})",
+            f"recomputing activations ({layout.recompute})",
             f"{without}: {less}" if less else without,
         ),
         "tensor": (
-            f"communication of tensor {layout.tensor}",
+            f"communication of {layout.tensor} tensor-parallel ranks",
             f"{narrower} with more pipeline stages" if narrower and has_layers else narrower,
         ),
         "copies": (
-            f"activations of {layout.offload_layers} layers a stage on their way to host memory and back",
+            f"copying activations of {layout.offload_layers} layers a stage to host memory and back",
             _either("fewer parallel.offload_layers", full),
         ),
-        "host": ("the device waits for the host to launch its kernels", _either(larger, compiled)),
+        "host": ("waiting for the host to launch kernels", _either(larger, compiled)),
         "bubble": _bubble(model, _either("a larger global batch", smaller, fewer)),
-        "gradients": (f"sums of gradients over {replicas} that nothing hides", _either(fewer, "a larger batch")),
+        "gradients": (
+            f"gradient reductions over {replicas} that do not overlap with computing",
+            _either(fewer, "a larger batch"),
+        ),
         "optimizer": _words_of_update(model, replicas),
-        "replicas": (f"the slowest of {replicas}", fewer),
+        "replicas": (f"waiting for the slowest of {replicas}", fewer),
     }
 
 
@@ -146,7 +149,7 @@ def _breaks_nothing(spec: JobSpec, section: str, **values: object) -> bool:
 def _bubble(model: StepModel, ways: str) -> tuple[str, str]:
     """`ways`: what gives each replica more micro-batches."""
     layout, work = model.spec.layout, model.pipeline().rank_work()
-    what = f"ranks wait for other stages ({layout.schedule}, pipeline {layout.pipeline}"
+    what = f"waiting for other stages ({layout.schedule}, pipeline {layout.pipeline}"
     helps = f"more micro-batches: {ways}"
     if not SCHEDULES[layout.schedule].splits_backward:
         more = {"schedule": INTERLEAVED.name, "virtual_stages": layout.virtual_stages + 1, "stage_layers": None}
@@ -155,20 +158,20 @@ def _bubble(model: StepModel, ways: str) -> tuple[str, str]:
     most = max(work) * len(work) / sum(work) - 1
     if most < MIN_REPORTED_SHARE:
         return f"{what})", helps
-    what += f", of which rank {work.index(max(work))} has {most:.0%} more to do than the mean)"
-    return what, f"{helps}; fewer layers there (parallel.stage_layers)"
+    what += f", where rank {work.index(max(work))} has {most:.0%} more work than the mean)"
+    return what, f"{helps}; fewer layers on that rank (parallel.stage_layers)"
 
 
 def _words_of_update(model: StepModel, replicas: str) -> tuple[str, str]:
     layout = model.spec.layout
     if model.spec.train.optimizer.offload:
         return (
-            f"the update, whose state comes from host memory and goes back, and bringing it to {replicas}",
+            f"the update, with its state copied from host memory and back, and sending it to {replicas}",
             "a larger global batch, or train.optimizer.offload: false where memory allows",
         )
     fewer = "a larger global batch, so that there are fewer updates"
     helps = fewer if layout.zero or layout.holders == 1 else "parallel.zero: 1"
-    return f"the update, and bringing it to {replicas}", helps
+    return f"the update, and sending it to {replicas}", helps
 
 
 def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
@@ -176,4 +179,4 @@ def sentences(shares: tuple[Share, ...]) -> tuple[str, ...]:
     step = sum(share.seconds for share in shares)
     losses = sorted((share for share in shares if share.help), key=lambda each: -each.seconds)
     spoken = [loss for loss in losses if loss.seconds >= MIN_REPORTED_SHARE * step][:3]
-    return tuple(f"{each.seconds / step:.0%} of the step: {each.what}. Less with {each.help}." for each in spoken)
+    return tuple(f"{each.seconds / step:.0%} of the step: {each.what}. To reduce it: {each.help}." for each in spoken)

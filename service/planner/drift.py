@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manta.service.planner.part_labels import PART_LABELS
+
 SETTLING_STEPS = 5
 """First steps of a generation, which are ignored: caches, allocators and the first kernels take extra time."""
 MEASURED_STEPS = 20
@@ -27,7 +29,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "update": (("optimizer",), ("optimizer",)),
     "loading and the rest": ((), ("data", "other")),
 }
-"""For each group, by the name that users see: its parts in a plan, and in a measurement."""
+"""For each group, by its code: its parts in a plan, and in a measurement."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
         if part is None:
             return Drift(ratio, "step", f"{head} No such step was measured in parts (train.time_parts_every).")
         times = f"{part.measured:.2g} s instead of the planned {part.planned:.2g} s"
-        return Drift(ratio, part.name, f"{head} The largest difference is {part.name}: {times}.")
+        return Drift(ratio, part.name, f"{head} The largest difference is in {PART_LABELS[part.name]}: {times}.")
     planned_bytes = planned["memory_bytes"]["total"]
     if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / planned_bytes - 1) > TOLERANCE:
         ratio = measured.memory_bytes / planned_bytes

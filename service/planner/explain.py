@@ -13,6 +13,7 @@ from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
+from manta.service.planner.part_labels import PART_LABELS
 from manta.service.planner.pipeline import Bar
 from manta.service.planner.search import Plan, placement_problem
 from manta.service.planner.step_time import step_model
@@ -113,7 +114,7 @@ def to_json(explanation: Explanation) -> dict[str, Any]:
         run, said = None, [*said, f"Of the whole training: {run}."]
     return {
         "sentences": said,
-        "shares": [asdict(share) for share in explanation.shares],
+        "shares": [{**asdict(share), "label": PART_LABELS[share.name]} for share in explanation.shares],
         "changes": [
             {
                 "change": change.change,

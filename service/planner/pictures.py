@@ -69,10 +69,10 @@ def _step(shares: Sequence[Mapping[str, Any]]) -> _Part:
     total, at, lines = sum(share["seconds"] for share in shares), 0.0, []
     whole = sum(max(0.0, share["seconds"]) for share in shares)
     for row, (each, colour) in enumerate(zip(shares, cycle(_COLOURS), strict=False)):
-        seconds, label = each["seconds"], f"{each['name']}: {_seconds(each['seconds'])}"
+        seconds, label = each["seconds"], f"{each['label']}: {_seconds(each['seconds'])}"
         x, width = _across(at, at + max(0.0, seconds), whole)
         y = LANE + 8 + row * 18
-        text = f"{seconds / total:6.1%}  {_seconds(seconds)}  {each['name']}: {each['what']}"
+        text = f"{seconds / total:6.1%}  {_seconds(seconds)}  {each['label']}: {each['what']}"
         lines += [_bar(x, 0, width, colour, label), _bar(LEFT, y, 12, colour, label, 12)]
         lines.append(_text(LEFT + 20, y + 11, text))
         at += max(0.0, seconds)

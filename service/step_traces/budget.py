@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from manta.service.planner.budget import Share
+from manta.service.planner.part_labels import PART_LABELS
 from manta.workers.accounting.flops import step_flops
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan
@@ -25,15 +26,15 @@ PARTS = (
 )
 """All parts, beginning with the peak."""
 _HELP = {
-    "products": "larger products (a larger micro-batch, a smaller tensor size), or train.compile: true",
+    "products": "larger matmuls (a larger micro-batch, a smaller tensor size), or `train.compile: true`",
     "recomputation": "less recomputation, where memory allows: a smaller micro-batch, or more stages",
     "bubble": "more micro-batches, more virtual stages, or a zero-bubble schedule",
     "tensor": "a smaller tensor size with more pipeline stages",
     "pipeline": "fewer stages, or stages that share a node",
-    "data": "fewer replicas, a larger global batch, or the replacement of ranks that are slow",
-    "optimizer": "a larger global batch, so that there are fewer updates, or parallel.zero: 1",
-    "loader": "tokens that are made beforehand (manta tokenize), or a faster place for them",
-    "snapshot": "fewer snapshots and checkpoints: checkpoint.snapshot_every_steps, checkpoint.every_steps",
+    "data": "fewer replicas, a larger global batch, or replacing slow ranks",
+    "optimizer": "a larger global batch, so that there are fewer updates, or `parallel.zero: 1`",
+    "loader": "tokenizing beforehand (`manta tokenize`), or faster storage",
+    "snapshot": "fewer snapshots and checkpoints (`checkpoint.snapshot_every_steps`, `checkpoint.every_steps`)",
 }
 _PLANNED = {
     "arithmetic": "arithmetic",
@@ -89,18 +90,18 @@ def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
     sequences = [sizes.size(step.step) for step in ranks[0].steps]
     ideal = _ideal_seconds(spec, sum(sequences) / len(sequences), peak)
     how = {
-        "products": "passes without communication and recomputation, beyond the arithmetic at the peak",
-        "recomputation": "work of the forward pass that is done again within backward",
-        "bubble": "waits for other stages: for their messages, and after the last pass",
-        "tensor": "communication along the tensor axis, waits for its other ranks included",
-        "pipeline": "messages between stages, from when they moved",
-        "data": "sums of gradients, gathering of parameters and agreement, with waits for slower replicas",
-        "optimizer": "the update and what is around it",
-        "loader": "waits for the step's samples",
-        "snapshot": "what snapshots and checkpoints held the training up for",
-        "rest": "validation, and what lies between the slices",
+        "products": "forward and backward passes without communication and recompute, beyond ideal compute",
+        "recomputation": "forward work repeated during backward",
+        "bubble": "waits for messages of other stages, and after the last pass",
+        "tensor": "communication of tensor-parallel ranks, including waits for each other",
+        "pipeline": "transfers between stages",
+        "data": "gradient reductions, parameter gathers and agreement, including waits for slower replicas",
+        "optimizer": "the update of the parameters",
+        "loader": "waits for samples",
+        "snapshot": "time that snapshots and checkpoints delayed training",
+        "rest": "validation, and time outside of the traced actions",
     }
-    clock = "by the devices' events" if trace.device else "by the hosts' clocks"
+    clock = "timed on the devices" if trace.device else "timed on the hosts"
     seconds = {name: value / steps for name, value in sums.items()}
     return _parts(seconds, whole, ideal, {name: f"{what}, {clock}" for name, what in how.items()})
 
@@ -149,8 +150,11 @@ def _parts(seconds: Mapping[str, float], whole: float, ideal: float | None, how:
     by_name["arithmetic"] = passes if ideal is None else ideal
     by_name["products"] = passes - by_name["arithmetic"]
     by_name["rest"] = whole - sum(value for name, value in by_name.items() if name != "rest")
-    unknown = "all passes: the model's FLOPs or the device's peak are not known"
-    said = {**how, "arithmetic": unknown if ideal is None else "the model's FLOPs at the peak of all ranks' devices"}
+    unknown = "forward and backward passes; the model's FLOPs or the device's peak rate are unknown"
+    said = {
+        **how,
+        "arithmetic": unknown if ideal is None else "the model's FLOPs at the peak rate of all ranks' devices",
+    }
     return tuple(Part(name, by_name[name], said.get(name, ""), _HELP.get(name, "")) for name in PARTS)
 
 
@@ -172,7 +176,7 @@ def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, .
     mfu = [row.get("mfu_full" if spec.attention_is_explicit else "mfu_causal") for row in measured]
     known = [value * row["step_seconds"] for value, row in zip(mfu, measured, strict=True) if value is not None]
     ideal = sum(known) / len(known) if known else None
-    how = dict.fromkeys(PARTS, f"mean over the ranks, and over {len(measured)} steps that were measured")
+    how = dict.fromkeys(PARTS, f"mean over the ranks and over {len(measured)} measured steps")
     return _parts(seconds, whole, ideal, how)
 
 
@@ -184,9 +188,9 @@ def of_ledger(step_seconds: float, waits: Mapping[str, float], mfu: float | None
         "passes": 0.0 if mfu is None else mfu * step_seconds,
     }
     how = {
-        "loader": "waits for samples, mean of the generation's steps",
-        "snapshot": "stalls by snapshots and checkpoints, mean of the generation's steps",
-        "rest": "all that is not distinguished: a trace does that, and train.time_parts_every",
+        "loader": "waits for samples, mean over the generation's steps",
+        "snapshot": "stalls by snapshots and checkpoints, mean over the generation's steps",
+        "rest": "everything else; `manta trace` and `train.time_parts_every` divide it",
     }
     return _parts(known, step_seconds, None if mfu is None else mfu * step_seconds, how)
 
@@ -211,6 +215,7 @@ def to_json(parts: Sequence[Part]) -> list[dict[str, Any]]:
     return [
         {
             "name": part.name,
+            "label": PART_LABELS[part.name],
             "seconds": part.seconds,
             "fraction": part.seconds / whole,
             "how": part.how,

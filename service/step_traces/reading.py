@@ -189,23 +189,26 @@ class TraceReader:
             job = jobs.get(session, job_id)
             spec = in_use(stored_spec(job).spec, job)
             rows = step_traces.of_job(session, job_id)
-            parts, where = _phases(session, job, spec) if of_phases else (), "phases"
+            (parts, divided), where = _phases(session, job, spec) if of_phases else ((), False), "phases"
         whole = [row for row in rows if row.state == step_traces.COMPLETE and _layout(row.parallel) == spec.layout]
         if of_trace and whole:
             read = self._read(job_id, whole[-1].number)
-            parts, where = self._analysis(read)["parts"], step_traces.id_of(whole[-1].number)
+            parts, divided, where = self._analysis(read)["parts"], True, step_traces.id_of(whole[-1].number)
         if not parts:
             raise NothingMeasured(job_id, job.step, of_phases)
-        return budget_document(parts, planned_on(spec, cluster), where)
+        return budget_document(parts, planned_on(spec, cluster), where, divided)
 
 
-def budget_document(parts: Any, planned: PlannedStep | None, measured_from: str) -> dict[str, Any]:
+def budget_document(
+    parts: Any, planned: PlannedStep | None, measured_from: str, divided: bool = True
+) -> dict[str, Any]:
     """In the form of `manta.api.schemas.traces.StepBudget`."""
     return {
         "step_seconds": sum(part.seconds for part in parts),
         "parts": budget.to_json(parts),
         "planned": None if planned is None else budget.to_json(planned.parts),
         "measured_from": measured_from,
+        "divided": divided,
     }
 
 
@@ -220,25 +223,26 @@ def _layout(document: dict[str, Any] | None) -> ParallelConfig:
     return ParallelConfig.model_validate(known)
 
 
-def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[budget.Part, ...]:
-    """From the newest steps that were measured, otherwise from what is known about each step."""
+def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[tuple[budget.Part, ...], bool]:
+    """From the newest steps that were measured in parts, otherwise from what is known about each step; and whether it
+    is the former."""
     every = spec.train.time_parts_every
     if every:
         newest = job.step - job.step % every
         steps = [newest - back * every for back in range(MEASURED_STEPS) if newest > back * every]
         if parts := budget.of_phases(metrics.rows_at(session, job.id, job.generation, steps), spec):
-            return parts
+            return parts, True
     seconds = metrics.means(session, [job]).get(job.id, {}).get("step_seconds")
     current = [each for each in generations.of_job(session, job.id) if each.committed_steps]
     if seconds is None or not current:
-        return ()
+        return (), False
     last = current[-1]
     waits = {
         "data_wait": last.data_wait_seconds / last.committed_steps,
         "snapshot": (last.snapshot_stall_seconds + last.checkpoint_stall_seconds) / last.committed_steps,
     }
     mfu = job.metrics.get("mfu_full" if spec.attention_is_explicit else "mfu_causal")
-    return budget.of_ledger(seconds, waits, mfu)
+    return budget.of_ledger(seconds, waits, mfu), False
 
 
 @dataclass(frozen=True)

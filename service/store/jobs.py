@@ -248,8 +248,8 @@ def set_waiting(
     reason: str | None = None,
     message: str | None = None,
 ) -> Job:
-    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4}` with reason `insufficient_slots`. A job
-    that is no longer QUEUED is not changed. Raises JobNotFound."""
+    """Record what a QUEUED job lacks, such as `{"needed": 8, "available": 4, "free": 5}` with reason
+    `insufficient_slots`. A job that is no longer QUEUED is not changed. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     stored = (job.waiting_for, job.reason, job.message)
     if job.state == JobState.QUEUED and stored != (waiting_for, reason, message):
@@ -274,7 +274,7 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     job.updated_at = time.time()
 
 
-def accelerator_of(job: Job) -> Accelerator:
+def accelerator_of(job: Job | Row[Any]) -> Accelerator:
     """`resources.accelerator` of a job. Only this part of its spec is read, which another release may have stored in a
     form that this one does not understand."""
     resources = job.spec.get("resources")

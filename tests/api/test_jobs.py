@@ -26,7 +26,7 @@ TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 def test_a_submitted_job_is_queued_stored_and_announced(service, job):
     assert set(job) == {*JOB_KEYS, "notes"}
     assert (job["state"], job["step"], job["steps"], job["generation"]) == ("QUEUED", 0, 10, 0)
-    assert job["queue"] == {"position": 1, "waiting_for": None}
+    assert job["queue"] == {"position": 1, "waiting_for": None, "expected_start_seconds": None}
     assert job["metrics"]["latest"]["loss"] is None
     assert (job["goodput"], job["eta_seconds"], job["started_at"]) == (None, None, None)
     assert TIME.fullmatch(job["created_at"])
@@ -199,7 +199,7 @@ def test_a_running_job_shows_its_numbers(service, job):
     assert (shown["step"], shown["eta_seconds"]) == (4, 3.0)
     assert 0 < shown["goodput"] <= 1
     assert shown["metrics"]["latest"]["loss"] == 3.0
-    assert shown["queue"] == {"position": None, "waiting_for": None}
+    assert shown["queue"] == {"position": None, "waiting_for": None, "expected_start_seconds": None}
 
 
 def test_non_finite_numbers_are_words_in_json(service, job):
@@ -216,7 +216,10 @@ def test_queued_job_shows_what_it_waits_for(service, job):
     lacks = {"needed": 4, "available": 1}
     service.store.write(lambda session: jobs.set_waiting(session, job["id"], lacks, "insufficient_slots", "4 of 1"))
     shown = service.http.get(f"/v1/jobs/{job['id']}").json()
-    assert (shown["reason"], shown["queue"]) == ("insufficient_slots", {"position": 1, "waiting_for": lacks})
+    assert (shown["reason"], shown["queue"]) == (
+        "insufficient_slots",
+        {"position": 1, "waiting_for": lacks, "expected_start_seconds": None},
+    )
 
 
 def test_resized_job_shows_the_layout_it_runs_in(service, job):

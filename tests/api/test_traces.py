@@ -113,6 +113,7 @@ def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     service.store.write(lambda s: metrics.record(s, job, 1, 0, 1, rows))
     known = service.http.get(address).json()
     assert (known["measured_from"], known["step_seconds"]) == ("phases", pytest.approx(1.0))
+    assert not known["divided"] and "no parts measured; run manta trace" in manta(service, "budget", job).output
     parts = {part["name"]: part["seconds"] for part in known["parts"]}
     assert (parts["arithmetic"], parts["loader"]) == (pytest.approx(0.2), pytest.approx(0.1))
     measured = {f"{name}_seconds": 0.1 for name in MEASURED}
@@ -120,6 +121,7 @@ def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     known = service.http.get(address).json()
     parts = {part["name"]: part["seconds"] for part in known["parts"]}
     assert (parts["loader"], parts["bubble"], parts["optimizer"]) == pytest.approx((0.1, 0.1, 0.1))
+    assert known["divided"] and known["planned"][0]["label"] == "ideal compute"
     assert len(known["planned"]) == len(known["parts"])
     assert problem_of(service.http.get(address, params={"from": "trace"})) == (409, "nothing_measured")
     service.http.post(f"/v1/jobs/{job}/traces", json={})

@@ -94,7 +94,7 @@ def test_job_that_does_not_fit_says_what_it_waits_for_and_runs_in_turn(manta):
     manta.until_step(first, 1)
     second = manta.submit({**large, "parallel": {"data": 3}, "train": {"steps": 2, "global_batch_size": 12}})
     third = manta.submit(manta.spec(steps=2, layout=ALONE, resources=CPU))
-    needs = {"unit": "slots", "needed": 3, "available": 2}
+    needs = {"unit": "slots", "needed": 3, "available": 2, "free": 2}
     waiting = manta.until(  # Ray's own view lags a little
         "the second job waiting", lambda: (seen := manta.client.job(second)).queue.waiting_for == needs and seen
     )
@@ -112,7 +112,7 @@ def test_gpu_job_without_a_free_gpu_says_so_and_blocks_no_cpu_job(manta):
     manta.until_state(on_slots, "SUCCEEDED")
     waiting = manta.client.job(second)
     assert (waiting.state, waiting.reason) == ("QUEUED", "insufficient_gpus")
-    assert waiting.message == "needs 2 GPUs in groups of 2 on one node, 0 of 2 are free"
+    assert waiting.message == "needs 2 GPUs in groups of 2 on one node; 0 of 2 are free"
     manta.client.cancel(first)
     manta.until_state(second, "SUCCEEDED")
 

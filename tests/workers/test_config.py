@@ -229,7 +229,7 @@ def test_spec_error_has_all_problems_in_one_line():
         (b"", "is empty: it must be a mapping of sections"),
         (b"# nothing but a comment\n", "is empty: it must be a mapping of sections"),
         (b"name: \xe9\n", "is not text in UTF-8: see byte 7"),
-        (b"a: 1\na: 2\n", "is not valid YAML: duplicate key a at line 2, column 1: a: 2 ^"),
+        (b"a: 1\na: 2\n", "is not valid YAML: duplicate key a at line 2, column 1"),
         (b"[" * 20_000, "is not valid YAML: it is nested too deeply"),
     ],
     ids=["empty", "comment", "latin", "twice", "deep"],

@@ -138,9 +138,22 @@ def _absolute(named: Any, folder: Path, words: tuple[str, ...] = ()) -> Any:
 def _not_yaml(name: str, error: Exception) -> SpecError:
     if isinstance(error, UnicodeDecodeError):
         return SpecError([Problem("", f"{name} is not text in UTF-8: see byte {error.start + 1}")])
-    why = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-    return SpecError([Problem("", f"{name} is not valid YAML: {why.replace(_OF_A_TEXT, ' at')}")])
+    return SpecError([Problem("", f"{name} is not valid YAML: {_why_not(error)}")])
 
 
-_OF_A_TEXT = ' in "<unicode string>",'
-"""PyYAML's name for text that is not from a file."""
+def _why_not(error: Exception) -> str:
+    """What is wrong with a text, and in which line, without PyYAML's picture of it."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem is None or error.problem_mark is None:
+        return " ".join(str(error).split())
+    why = error.problem.replace("'<stream end>'", "the end of the text")
+    context, mark = error.context, error.context_mark
+    begun = (
+        f", {context} that begins {_place(mark)}" if context and mark and mark.line < error.problem_mark.line else ""
+    )
+    return f"{why} {_place(error.problem_mark)}{begun}"
+
+
+def _place(mark: yaml.Mark) -> str:
+    return f"at line {mark.line + 1}, column {mark.column + 1}"

@@ -3,6 +3,7 @@
 import { get } from "./core/api.js";
 import { Router } from "./core/router.js";
 import { buildShell } from "./core/shell.js";
+import "./core/theme.js";
 
 const ROUTES = [
   ["/", () => import("./pages/jobs.js")],

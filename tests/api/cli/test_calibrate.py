@@ -61,7 +61,7 @@ def file(tmp_path):
 
 def test_plan_command_uses_the_stored_calibration_of_this_machine(manta, file, tmp_path):
     before = json.loads(manta("plan", file, "--json"))
-    assert "neither fitted nor measured" in before["note"]
+    assert "default efficiency" in before["note"]
     assert f"{node_type()}: Abacus, 4 cores; stored in {tmp_path / 'home' / 'machines'}" in manta("calibrate")
     after = json.loads(manta("plan", file, "--json"))
     assert after["note"] is None
@@ -81,7 +81,7 @@ def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(man
         return json.loads(manta("plan", file, "--json"))
 
     before = plan(1)
-    assert "neither fitted nor measured" in before["note"]
+    assert "default efficiency" in before["note"]
     lines = manta("calibrate", "--device", "cuda").splitlines()
     assert lines[0].startswith("h100-80gb: H100, 4 cores") and "   680.000 TFLOP/s, products in bf16" in lines[1]
     after = plan(1)

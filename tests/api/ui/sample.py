@@ -168,8 +168,10 @@ def fill(store: Store, home: Path) -> tuple[str, dict[str, str]]:
     job_id = _create(store, "quickstart")
     store.write(lambda session: _run(session, job_id, home))
     waiting = others["wide"] = _create(store, "wide")
-    missing = {"needed": 64, "available": 8}
-    store.write(lambda s: jobs.set_waiting(s, waiting, missing, "insufficient_slots", "needs 64 slots, 8 are free"))
+    missing = {"unit": "slots", "needed": 16, "available": 8, "free": 8}
+    store.write(
+        lambda s: jobs.set_waiting(s, waiting, missing, "insufficient_slots", "needs 16 slots; 8 of 16 are free")
+    )
     _print_something(log_folder(home, job_id))
     return job_id, others
 

@@ -182,7 +182,7 @@ def test_router_opens_the_page_requested_last(run):
     assert opened == ["second"]
 
 
-def test_rank_colours_span_the_range_of_values_unless_all_are_alike(run):
+def test_rank_colors_span_the_range_of_values_unless_all_are_alike(run):
     colours = run("parts/rank_grid.js", """(module, columns) => columns.map((seconds) => {
         const grid = new module.RankGrid();
         grid.ranks = seconds.map((own_seconds) => ({ own_seconds }));
@@ -193,20 +193,13 @@ def test_rank_colours_span_the_range_of_values_unless_all_are_alike(run):
     assert colours == [[1.0, 2.0], [0.5, 1.53]]
 
 
-def test_replaced_rank_is_highlighted_for_a_while_and_earlier_ones_are_not(run):
-    def recovery(generation, *forked, kept=4):
-        return {"generation": generation, "forked": forked, "kept": kept, "cause": f"cause {generation}"}
-
-    attention = run("parts/replaced.js", """(module, first, begun, then) => {
-        const replaced = new module.Replaced();
-        replaced.note(first, 1000);
-        const before = [...replaced.causes(1000)];
-        replaced.note(begun, 1500);
-        replaced.note(then, 2000);
-        replaced.note(then, 9000);
-        return [before, [...replaced.causes(11_999)], [...replaced.causes(12_000)]];
-    }""", [recovery(2, 5)], [recovery(2, 5), recovery(3, kept=0)], [recovery(2, 5), recovery(3, 1, 2)])  # fmt: skip
-    assert attention == [[], [[1, "cause 3"], [2, "cause 3"]], []]
+def test_replaced_ranks_are_counted_with_the_time_and_cause_of_the_last_recovery(run):
+    recoveries = [
+        {"forked": forked, "time": f"t{at}", "cause": f"cause {at}"} for at, forked in enumerate([[5], [], [5, 1]])
+    ]
+    replaced = run("parts/rank_grid.js", "(module, given) => [...module.replacements(given)]", recoveries)
+    last = {"time": "t2", "cause": "cause 2"}
+    assert replaced == [[5, {"count": 2, **last}], [1, {"count": 1, **last}]]
 
 
 def test_list_rows_are_reused_and_reordered(run):

@@ -7,6 +7,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
+from manta.service.identity import DEFAULT_PROJECT, Scope, digest_of, new_key
 from manta.service.logs.pages import log_file, log_folder
 from manta.service.states import JobState
 from manta.service.store import checkpoints, events, jobs, keys, metrics, pauses_and_retries, ranks
@@ -57,7 +58,7 @@ def test_dashboard_follows_a_job_live(followed, browser):
     page.get_by_role("button", name="Cancel job").click()
     expect(page.get_by_role("dialog")).to_contain_text("newest complete checkpoint is of step 150")
     expect(page.get_by_role("dialog")).to_contain_text("52 steps since then are lost")
-    page.get_by_role("button", name="Keep it").click()
+    page.get_by_role("button", name="Keep running").click()
     expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
     page.get_by_role("button", name="Cancel job").click()
     page.get_by_role("button", name="Cancel the job").click()
@@ -122,27 +123,27 @@ def test_jobs_are_resized_and_deleted_and_nodes_drained(followed, browser):
     page.get_by_role("dialog").get_by_label("Replicas").first.fill("7")
     page.get_by_role("dialog").get_by_role("button", name="Resize").click()
     expect(page.locator("dialog :invalid").last).to_have_value("7")
-    page.get_by_role("button", name="Leave it").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.get_by_role("dialog")).to_have_count(0)
 
     page.goto(followed.page(f"jobs/{followed.others['tiny-llama']}"))
     page.get_by_role("button", name="Delete").click()
-    page.get_by_role("button", name="Keep it").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     page.get_by_role("button", name="Delete").click()
-    page.get_by_role("button", name="Delete everything").click()
+    page.get_by_role("button", name="Delete permanently").click()
     expect(page).to_have_title("Jobs – Manta")
     expect(page.locator("tbody tr", has_text="tiny-llama")).to_have_count(0)
 
     page.goto(followed.page("cluster"))
     page.get_by_role("button", name="Drain").click()
-    expect(page.get_by_role("dialog")).to_contain_text("No ranks are placed on 127.0.0.1 any more")
+    expect(page.get_by_role("dialog")).to_contain_text("No new ranks are placed on 127.0.0.1")
     page.get_by_role("dialog").get_by_role("button", name="Drain").click()
     expect(page.locator(".badge", has_text="draining")).to_be_visible()
     page.get_by_role("button", name="Use again").click()
     expect(page.locator(".badge", has_text="alive")).to_be_visible()
     expect(page.get_by_role("button", name="Drain")).to_be_visible()
     page.get_by_role("button", name="Check ports").click()
-    expect(page.locator(".notice")).to_contain_text("All is open: 4 connections between 1 node.")
+    expect(page.locator(".notice")).to_contain_text("All ports are open: 4 connections between 1 node.")
 
 
 def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser):
@@ -178,12 +179,15 @@ def test_newest_checkpoint_of_a_job_that_went_back_is_warned_about_with_its_size
 def test_dashboard_hides_actions_from_a_read_only_viewer_who_can_sign_out(viewed, browser):
     viewer = sign_in(browser, viewed, viewed.of_reader)
     page = viewer.open(f"jobs/{viewed.job}")
-    expect(page.locator(".viewer")).to_have_text("viewer")
+    expect(page.locator(".account-name")).to_have_text("viewer")
+    expect(page.get_by_role("link", name="Submit job")).to_be_hidden()
     expect(page.locator("h1 + .badge")).to_have_text("RUNNING")
     for name in ("Cancel job", "Pause", "Resume", "Retry", "Edit"):
         expect(page.get_by_role("button", name=name)).to_be_hidden()
     (cookie,) = viewer.context.cookies()
 
+    page.locator(".account-name").click()
+    expect(page.locator(".account-about")).to_contain_text("viewer (read)")
     page.get_by_role("button", name="Sign out").click()
     expect(page.get_by_text("This browser is not signed in.")).to_be_visible()
     viewer.context.add_cookies([cookie])
@@ -329,3 +333,42 @@ def _print(sample: Sample, home, *texts: str) -> None:
 def _commit(sample: Sample, step: int, loss: float = 1.5) -> None:
     row = {"step": step, "loss": loss, "time": time.time(), "tokens_per_second": 4000.0, "step_seconds": 0.5}
     sample.store.write(lambda session: metrics.record(session, sample.job, 2, 0, step, [row]))
+
+
+def test_key_pasted_on_the_sign_in_page_opens_the_dashboard(viewed, browser):
+    secret = new_key()
+    viewed.store.write(lambda session: keys.create(session, digest_of(secret), "pasted", Scope.READ, DEFAULT_PROJECT))
+    page = browser.new_page()
+    page.goto(viewed.page("queue"))
+    for typed, wanted in (("manta_wrong", "unknown, expired or revoked"), ("ключ", "characters that no key has")):
+        page.get_by_label("API key").fill(typed)
+        page.get_by_role("button", name="Sign in").click()
+        expect(page.get_by_role("status")).to_contain_text(wanted)
+    page.get_by_label("API key").fill(secret)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_title("Jobs – Manta")
+
+
+def test_chosen_theme_is_kept_by_the_browser_whatever_the_system_prefers(viewed, browser):
+    page = sign_in(browser, viewed, viewed.new_link(), color_scheme="light").open("queue")
+    ground = "getComputedStyle(document.documentElement).getPropertyValue('--ground')"
+    light = page.evaluate(ground)
+    page.locator(".account-name").click()
+    page.get_by_label("Theme").select_option("dark")
+    page.wait_for_function(f"{ground} !== '{light}'")
+    page.reload()
+    page.wait_for_function(f"{ground} !== '{light}'")
+    page.locator(".account-name").click()
+    page.get_by_label("Theme").select_option("system")
+    page.wait_for_function(f"{ground} === '{light}'")
+
+
+def test_link_that_is_followed_offline_says_so_and_opens_later(viewed, browser):
+    viewer = sign_in(browser, viewed, viewed.new_link())
+    page = viewer.open()
+    expect(page.locator("tbody tr", has_text="quickstart")).to_be_visible()
+    viewer.context.set_offline(True)
+    page.get_by_role("link", name="Cluster").click()
+    expect(page.locator(".notice")).to_contain_text("The page opens as soon as it answers.")
+    viewer.context.set_offline(False)
+    expect(page).to_have_title("Cluster – Manta")

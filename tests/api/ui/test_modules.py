@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from manta.service.planner.part_labels import PHASE_LABELS
 from manta.workers.timing.step_phases import PARTS
 from tests.api.ui.browser import needs_chromium
 
@@ -290,8 +291,8 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
         "clock": {"error_seconds": None}, "bubble": None, "message": None,
     }  # fmt: skip
     shown = run("pages/job/step.js", """async (module, trace) => {
-        const job = { spec: {} }, [real, answers] = [window.fetch, {}];
-        const tab = module.create({ id: "job_1", job, viewer: Promise.resolve(null), refreshNow() {} });
+        const job = { spec: {} }, facts = { step_parts: {} }, [real, answers] = [window.fetch, {}];
+        const tab = module.create({ id: "job_1", job, facts, viewer: Promise.resolve(null), refreshNow() {} });
         window.fetch = (url) => new Promise((done) => { answers[url.split("/").at(-1)] = done; });
         try {
             const chosen = ["trace_1", "trace_2"].map((id) => tab.choose(id));
@@ -321,8 +322,8 @@ def test_label_editor_removes_labels_that_were_left_out(call):
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
 
 
-def test_step_parts_of_the_dashboard_match_those_of_the_engine(call):
-    assert set(call("parts/parts_chart.js", "partsOfAStep")) == set(PARTS)
+def test_step_parts_of_the_dashboard_match_those_of_the_engine():
+    assert set(PHASE_LABELS) == set(PARTS)
 
 
 def test_zoom_by_tokens_is_translated_to_steps(run):
@@ -403,7 +404,11 @@ def test_ages_are_printed_coarsely(call, ago, text):
 
 def test_reason_of_a_job_begins_with_its_queue_place_and_is_empty_while_running(call):
     job = {"state": "QUEUED", "reason": "insufficient_slots", "message": "needs 8", "queue": {"position": 3}}
-    assert call("core/format.js", "why", job) == "place 3 in the queue: insufficient_slots: needs 8"
+    assert call("core/format.js", "why", job) == "position 3 in the queue: needs 8"
+    for seconds, start in ((20, "within a minute"), (90, "in about 2 min"), (7200, "in about 2 h 0 min")):
+        job["queue"] = {"position": 1, "expected_start_seconds": seconds}
+        wanted = f"position 1 in the queue, expected to start {start}: needs 8"
+        assert call("core/format.js", "why", job) == wanted
     assert call("core/format.js", "why", {**job, "state": "RUNNING"}) == ""
 
 
@@ -528,7 +533,7 @@ def test_dashboard_links_omit_empty_parameters(call):
 
 @pytest.mark.parametrize(
     ("key", "state"),
-    [({}, "good"), ({"expires_at": "2999-01-01T00:00:00Z"}, "good"),
+    [({}, "valid"), ({"expires_at": "2999-01-01T00:00:00Z"}, "valid"),
      ({"expires_at": "2001-01-01T00:00:00Z"}, "expired"),
      ({"expires_at": "2001-01-01T00:00:00Z", "revoked_at": "2000-01-01T00:00:00Z"}, "revoked")],
 )  # fmt: skip
@@ -549,3 +554,55 @@ def test_dashboard_lists_have_the_chosen_order(call):
 def test_compared_jobs_of_one_name_are_distinguished_by_id(call):
     jobs = [{"name": name, "id": f"job_0000000{number}"} for number, name in enumerate(("a", "a", "b"))]
     assert call("pages/compare.js", "namesOf", jobs) == ["a 00000", "a 00001", "b"]
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        ({"path": "modle", "rule": "unknown key", "suggestion": "model"},
+         "Line 2: unknown key `modle`. Did you mean `model`?"),
+        ({"path": "train.optimizer.lr", "rule": "must be positive", "suggestion": 0.1},
+         "Line 5: `train.optimizer.lr` must be positive. Try `0.1`."),
+        ({"path": "data.paths.0", "rule": "must be a text", "suggestion": None},
+         "Line 6: `data.paths.0` must be a text."),
+        ({"path": "parallel", "rule": "is missing", "suggestion": None}, "`parallel` is missing."),
+        ({"path": "", "rule": "it is empty", "suggestion": None}, "It is empty."),
+    ],
+)  # fmt: skip
+def test_problem_of_a_job_file_is_a_sentence_with_its_line(run, problem, text):
+    written = "name: lr\nmodle: {}\ntrain:\n  steps: 5\n  optimizer: {lr: -1}\ndata: {paths: [1]}\n"
+    body = "(module, problem, text) => module.problemText(problem, module.lineOf(text, problem.path))"
+    assert run("parts/problems.js", body, problem, written) == text
+
+
+def test_text_between_backticks_is_shown_as_code(run):
+    html = "(module, text) => module.h('p', {}, module.marked(text)).innerHTML"
+    assert run("core/dom.js", html, "run `a <b>` or ` alone") == "run <code>a &lt;b&gt;</code> or ` alone"
+
+
+def test_queue_page_names_the_job_that_ends_first(call):
+    jobs = [
+        {"name": name, "eta_seconds": left, "parallel": {"world_size": ranks}}
+        for name, left, ranks in (("starting", None, 2), ("long", 7200.0, 4), ("short", 90.0, 1))
+    ]
+    assert call("pages/queue.js", "firstToEnd", jobs) == "First to end: short, in about 2 min; it releases 1 slot."
+    assert call("pages/queue.js", "firstToEnd", jobs[:1]) == ""
+
+
+@drawn()
+@given(st.tuples(*[st.integers(0, 255)] * 3), st.floats(0.05, 1))
+def test_text_on_a_color_has_a_contrast_of_at_least_4_5(run, channels, alpha):
+    fill = "#" + "".join(f"{channel:02x}" for channel in channels)
+    ink, panel = run("charts/colors.js", "(m, ...given) => [m.inkOn(...given), m.color('panel')]", fill, alpha)
+    ground = [int(panel[at : at + 2], 16) for at in (1, 3, 5)]
+    shade = luminance(alpha * own + (1 - alpha) * below for own, below in zip(channels, ground, strict=True))
+    text = luminance([255 if ink == "#fff" else 0] * 3)
+    assert (max(text, shade) + 0.05) / (min(text, shade) + 0.05) >= 4.5
+
+
+def luminance(channels):
+    """By WCAG 2.1, of channels from 0 to 255."""
+    parts = [
+        each / 255 / 12.92 if each / 255 <= 0.04045 else ((each / 255 + 0.055) / 1.055) ** 2.4 for each in channels
+    ]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]

@@ -237,18 +237,18 @@ def test_lifetime_segment_has_name_and_colour_of_its_longest_class(viewer, compu
 def test_ranks_page_shows_stragglers_waits_and_places(viewer):
     page = viewer.open(f"jobs/{viewer.sample.job}/ranks")
     expect(page.get_by_role("table", name="Ranks").locator("tbody tr")).to_have_count(8)
-    waits = page.get_by_role("region", name="Which rank waits for which").first
+    waits = page.get_by_role("region", name="Who waits for whom").first
     expect(waits).to_contain_text("most of them in the end for rank 3")
-    expect(page.get_by_role("table", name="Which rank waits for which").locator("tbody tr")).to_have_count(8)
+    expect(page.get_by_role("table", name="Who waits for whom").locator("tbody tr")).to_have_count(8)
     page.get_by_role("table", name="Ranks").get_by_role("button", name="3").click()
     expect(page.locator(".rank-detail")).to_contain_text("stage 1, tensor 1, replica 0")
-    page.get_by_role("button", name="Its stack now").click()
+    page.get_by_role("button", name="Current stack").click()
     expect(page.locator(".stack:not(.why-printed)")).to_contain_text("line 7 in forward")
     grid = page.locator(".rank-plot")
     grid.focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator(".rank-detail")).to_contain_text("rank 4: running")
-    page.get_by_role("link", name="Its log").click()
+    page.get_by_role("link", name="Log", exact=True).click()
     expect(page.get_by_label("Rank of the log")).to_have_value("4")
     expect(page.locator(".log-line").first).to_contain_text("[4]")
 
@@ -261,13 +261,21 @@ def test_checkpoints_that_are_gone_are_folded_away(viewer):
 
 def test_queue_page_says_which_jobs_wait_and_why(viewer):
     page = viewer.open("queue")
-    expect(page.get_by_role("table", name="Waiting")).to_contain_text("wide")
-    line = page.get_by_role("table", name="Waiting").locator("tbody tr")
+    expect(page.get_by_role("table", name="Queued jobs")).to_contain_text("wide")
+    line = page.get_by_role("table", name="Queued jobs").locator("tbody tr")
     expect(line.locator("td")).to_have_text(
-        ["1", re.compile("wide"), "2 × 2 × 2", "0", re.compile("needs 64"), re.compile("just now|min")]
+        [
+            "1",
+            re.compile("wide"),
+            "2 × 2 × 2",
+            "0",
+            re.compile("needs 16"),
+            "in about 2 min",
+            re.compile("just now|min"),
+        ]
     )
-    expect(page.get_by_role("table", name="Holding places")).to_contain_text("quickstart")
-    row = page.get_by_role("table", name="Waiting").get_by_role("row").filter(has_text="wide")
+    expect(page.get_by_role("table", name="Running jobs")).to_contain_text("quickstart")
+    row = page.get_by_role("table", name="Queued jobs").get_by_role("row").filter(has_text="wide")
     row.evaluate("(element) => { element.dataset.mark = 'the same'; }")
     for _ in range(2):
         with page.expect_response(re.compile("state=QUEUED")):
@@ -280,12 +288,12 @@ def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
     page = viewer.open("submit")
     expect(page.get_by_text("8 ranks: 2 × 2 × 2")).to_be_visible()
     expect(page.get_by_text(re.compile("Planned: .* a step"))).to_be_visible()
-    editor = page.get_by_role("textbox", name="JobSpec")
+    editor = page.get_by_role("textbox", name="Job file")
     good = editor.input_value()
     editor.fill(good.replace("heads: 4", "heads: 5"))
     expect(page.locator(".problems")).to_contain_text("model.heads")
     expect(page.get_by_text("must divide")).to_have_count(1)
-    expect(page.get_by_role("button", name="Submit")).to_be_disabled()
+    expect(page.get_by_role("button", name="Submit", exact=True)).to_be_disabled()
     editor.fill(good + "train: [")
     expect(page.locator(".problems")).to_contain_text("line")
     editor.fill(good + "resources: {accelerator: gpu}\n")
@@ -294,13 +302,13 @@ def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
     editor.fill(good.replace("{source: python-stdlib}", "{source: text, paths: [nowhere.txt]}"))
     expect(page.get_by_text("The job would fail: no such file or directory: /nowhere.txt.")).to_be_visible()
     editor.fill(good.replace("quickstart", "from-the-browser"))
-    expect(page.get_by_role("button", name="Submit")).to_be_enabled()
-    page.get_by_role("button", name="Submit").click()
+    expect(page.get_by_role("button", name="Submit", exact=True)).to_be_enabled()
+    page.get_by_role("button", name="Submit", exact=True).click()
     expect(page).to_have_title("from-the-browser – Manta")
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
     page.get_by_role("link", name="Spec", exact=True).click()
     page.get_by_role("link", name="Submit another like it").click()
-    expect(page.get_by_role("textbox", name="JobSpec")).to_have_value(re.compile("from-the-browser"))
+    expect(page.get_by_role("textbox", name="Job file")).to_have_value(re.compile("from-the-browser"))
     expect(page.get_by_text("8 ranks: 2 × 2 × 2")).to_be_visible()
 
 
@@ -312,7 +320,7 @@ HELD = """() => { const real = window.fetch; window.fetch = async (address, opti
 
 def test_submit_page_submits_the_visible_spec_exactly_once(followed, browser):
     page = sign_in(browser, followed, followed.link).open("submit")
-    submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
+    submit, editor = page.get_by_role("button", name="Submit", exact=True), page.get_by_role("textbox", name="Job file")
     expect(submit).to_be_enabled()
     good = editor.input_value()
     page.evaluate(HELD)
@@ -333,7 +341,7 @@ def test_submit_page_submits_the_visible_spec_exactly_once(followed, browser):
 
 def test_submit_page_submits_a_changed_spec_as_another_job_after_a_lost_answer(followed, browser):
     page = sign_in(browser, followed, followed.link).open("submit")
-    submit, editor = page.get_by_role("button", name="Submit"), page.get_by_role("textbox", name="JobSpec")
+    submit, editor = page.get_by_role("button", name="Submit", exact=True), page.get_by_role("textbox", name="Job file")
     expect(submit).to_be_enabled()
     page.route("**/v1/jobs", lambda route: (route.fetch(), route.abort()), times=1)
     submit.click()
@@ -350,13 +358,13 @@ def test_submit_button_is_enabled_even_if_the_key_scope_arrives_late(viewer):
     with page.expect_response("**/v1/jobs?dry_run=true"):
         page.goto(viewer.sample.page("submit"))
     held[0].continue_()
-    expect(page.get_by_role("button", name="Submit")).to_be_enabled()
+    expect(page.get_by_role("button", name="Submit", exact=True)).to_be_enabled()
     expect(page.get_by_text("Your key may not submit jobs.")).to_have_count(0)
 
 
 def test_planner_answers_with_reasons_and_pictures(viewer):
     page = viewer.open("plan")
-    expect(page.get_by_text("Nothing is planned yet.")).to_be_visible()
+    expect(page.get_by_text(re.compile("No plan yet"))).to_be_visible()
     page.get_by_label("Examples").select_option("GPT 22B on 8 A100 (arXiv:2205.05198)")
     page.get_by_role("button", name="Plan", exact=True).click()
     expect(page.get_by_role("table", name="Plans").locator("tbody tr").first).to_be_visible()
@@ -380,7 +388,7 @@ def test_every_example_of_the_planner_page_has_a_plan(viewer):
     for name in page.get_by_label("Examples").locator("option").all_inner_texts():
         page.get_by_label("Examples").select_option(name)
         page.get_by_role("button", name="Plan", exact=True).click()
-        expect(page.get_by_text("Searching ...")).to_be_hidden()
+        expect(page.get_by_text("Searching for layouts ...")).to_be_hidden()
         expect(page.get_by_role("table", name="Plans").locator("tbody tr").first, name).to_be_visible()
 
 
@@ -392,7 +400,7 @@ def test_access_page_creates_shows_once_and_revokes_keys(followed, browser):
     form = page.get_by_role("dialog")
     form.get_by_label("Days").fill("0")
     form.get_by_label("Highest priority").fill("5")
-    page.get_by_role("button", name="Make it").click()
+    page.get_by_role("button", name=re.compile("Create")).click()
     form.get_by_label("Scope").select_option("submit")
     form.get_by_label("Name").fill("for a test")
     form.get_by_label("Name").press("Enter")
@@ -400,10 +408,10 @@ def test_access_page_creates_shows_once_and_revokes_keys(followed, browser):
     form.get_by_label("Days").press("Enter")
     key = page.get_by_role("dialog").locator("pre").inner_text()
     assert len(key) > 40
-    page.get_by_role("button", name="I have it").click()
+    page.get_by_role("button", name="I have copied it").click()
     line = page.locator("tbody tr", has_text="for a test")
-    expect(line).to_contain_text("submit, priority 5 at most")
-    expect(line).to_contain_text("good")
+    expect(line).to_contain_text("submit, priorities up to 5")
+    expect(line).to_contain_text("valid")
     assert key not in page.content()
     line.get_by_role("button", name="revoke").click()
     page.get_by_role("dialog").get_by_role("button", name="Revoke").click()

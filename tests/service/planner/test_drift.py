@@ -80,7 +80,7 @@ def uneven(in_parts, others=1.0):
 def test_drift_names_a_part_only_if_steps_measured_in_parts_are_typical():
     alike = drift_of(plan(), uneven(in_parts=1.4, others=1.3))
     assert (alike.part, alike.ratio) == ("computing", 1.3)
-    assert "computing: 1.3 s instead of the planned 0.4 s" in alike.message
+    assert "compute: 1.3 s instead of the planned 0.4 s" in alike.message
     slower, faster = uneven(in_parts=2.6, others=1.3), uneven(in_parts=1.05, others=1.25)
     assert slower.parts is None and faster.parts is not None
     for measured in (slower, faster):

@@ -151,7 +151,7 @@ def test_largest_losses_of_a_plan_are_sentences_with_advice():
     losses = sorted((each.seconds for each in explanation.shares if each.help), reverse=True)
     step = sum(each.seconds for each in explanation.shares)
     assert [sentence.split("%")[0] for sentence in said] == [f"{100 * each / step:.0f}" for each in losses[: len(said)]]
-    assert all(" of the step: " in sentence and ". Less with " in sentence for sentence in said)
+    assert all(" of the step: " in sentence and ". To reduce it: " in sentence for sentence in said)
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS)
@@ -168,7 +168,7 @@ def test_plan_picture_shows_every_part_of_a_step():
     _, explanation = explained({"pipeline": 2, "offload_layers": 7})
     assert [each.name for each in explanation.shares if each.seconds > 0][-1] == "copies"
     assert {each.name for each in explanation.shares} == {part for parts, _ in GROUPS.values() for part in parts}
-    assert "copies: activations of 7 layers a stage" in picture("offloaded", to_json(explanation))
+    assert "activation offload: copying activations of 7 layers a stage" in picture("offloaded", to_json(explanation))
 
 
 def test_a_pipeline_with_too_many_passes_is_explained_without_a_timeline():
@@ -301,4 +301,4 @@ def test_explained_bubble_names_the_busiest_rank_and_its_excess_over_the_mean():
     work = StepModel(plan.spec, CLUSTERS["a100"]).pipeline().rank_work()
     bubble = next(each for each in explanation.shares if each.name == "bubble")
     more = max(work) / (sum(work) / 4) - 1
-    assert more > 0.1 and f"of which rank {work.index(max(work))} has {more:.0%} more to do" in bubble.what
+    assert more > 0.1 and f"where rank {work.index(max(work))} has {more:.0%} more work" in bubble.what

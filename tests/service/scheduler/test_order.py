@@ -166,7 +166,7 @@ def test_resized_job_that_fits_in_no_size_waits_for_the_requested_one(store, sub
     job = submit(parallel={"tensor": 2, "data": 2}, elastic={"min_data": 1, "max_data": 4})
     resize(store, job, 3)
     assert look() == []
-    assert job_now(store, job).waiting_for == {"unit": "slots", "needed": 6, "available": 0}
+    assert job_now(store, job).waiting_for == {"unit": "slots", "needed": 6, "available": 0, "free": 0}
 
 
 def test_elastic_job_starts_in_the_largest_shape_that_fits(store, submit, look, nodes):
@@ -219,8 +219,11 @@ def test_job_waiting_for_gpus_reports_insufficient_gpus(store, submit, look, nod
     job = submit(parallel={"tensor": 2}, resources={"accelerator": "gpu"})
     assert look() == []
     stored = job_now(store, job)
-    assert (stored.reason, stored.waiting_for) == ("insufficient_gpus", {"unit": "gpus", "needed": 2, "available": 0})
-    assert stored.message == "needs 2 GPUs in groups of 2 on one node, 0 of 2 are free"
+    assert (stored.reason, stored.waiting_for) == (
+        "insufficient_gpus",
+        {"unit": "gpus", "needed": 2, "available": 0, "free": 1},
+    )
+    assert stored.message == "needs 2 GPUs in groups of 2 on one node; 1 of 2 is free"
 
 
 @pytest.mark.parametrize("accelerator", ["auto", "gpu"])

@@ -97,7 +97,7 @@ def test_budget_from_the_ledger_leaves_the_rest_unknown(mfu):
     assert sum(known.values()) == pytest.approx(10.0)
     assert (known["loader"], known["snapshot"], known["arithmetic"]) == (1.0, 0.5, 2.5 if mfu else 0.0)
     assert known["rest"] == pytest.approx(6.0 if mfu else 8.5)
-    assert "a trace does" in parts[-1].how
+    assert "`manta trace`" in parts[-1].how
 
 
 def test_parts_of_a_plan_are_the_planned_step():

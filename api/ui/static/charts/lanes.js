@@ -3,16 +3,17 @@
  * shows all.
  *
  * A lane is `{name, slices}`, a slice `{start, end, color, alpha, text, tip, critical}`; slices of a lane may nest, the
- * later one is drawn on top.
+ * later one is drawn on top. An `inner` slice is a strip in the lower part of its lane.
  */
 
 import { h, setText, setVisible } from "../core/dom.js";
-import { color, onColorsChanged } from "./colors.js";
+import { color, inkOn, onColorsChanged } from "./colors.js";
 import { CanvasPen, SvgPen } from "./pen.js";
 import { scale, ticks, timeTicks } from "./scale.js";
 
 const [LEFT, AXIS, GAP] = [96, 22, 3];
 const LEAST_TEXT = 22;
+const STRIP = 0.62; // where inner slices begin, as a share of their lane
 
 /** The lanes; `element` goes into the page. `format(seconds)` writes a time; `moments`: times are Unix seconds. */
 export class Lanes {
@@ -79,7 +80,12 @@ export class Lanes {
     const bottom = this.height * this.lanes.length;
     for (const value of this.ticks(from, to, (pen.width - LEFT) / 100)) {
       pen.rectangle(x.place(value), 0, 1, bottom, { color: color("line"), alpha: 0.7 });
-      pen.text(x.place(value), bottom + 12, this.format(value), { color: color("dim"), size: 10, align: "center" });
+      const align = x.place(value) > pen.width - 30 ? "right" : "center";
+      pen.text(Math.min(x.place(value), pen.width), bottom + 12, this.format(value), {
+        color: color("dim"),
+        size: 10,
+        align,
+      });
     }
     const nameEvery = Math.max(1, Math.ceil(13 / this.height));
     this.lanes.forEach((lane, place) => {
@@ -96,13 +102,13 @@ export class Lanes {
       if (slice.end < from || slice.start > to) continue;
       const left = x.place(slice.start);
       const width = Math.max(0.75, x.place(slice.end) - left);
-      const shrink = slice.inner ? inner * 0.28 : 0;
-      pen.rectangle(left, top + shrink, width, inner - shrink * 1.4, { color: slice.color, alpha: slice.alpha ?? 1 });
+      const above = slice.inner ? inner * STRIP : 0;
+      pen.rectangle(left, top + above, width, inner - above, { color: slice.color, alpha: slice.alpha ?? 1 });
       if (slice.critical) pen.rectangle(left, top + inner - 2.5, width, 2.5, { color: color("bad") });
       if (slice.text && width > LEAST_TEXT && inner > 12) {
         pen.clipped(left, top, width, inner, () =>
-          pen.text(left + width / 2, top + inner / 2, slice.text, {
-            color: slice.ink ?? "#fff",
+          pen.text(left + width / 2, top + inner * (slice.textAbove ? STRIP / 2 : 0.5), slice.text, {
+            color: slice.ink ?? inkOn(slice.color, slice.alpha),
             size: 10,
             align: "center",
           }),

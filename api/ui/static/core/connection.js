@@ -1,6 +1,6 @@
 /** Whether the service answers, as the banner at the top of every page says it. */
 
-import { h, setText, setVisible } from "./dom.js";
+import { fill, h, marked, setVisible } from "./dom.js";
 
 class Connection {
   constructor() {
@@ -19,7 +19,7 @@ class Connection {
   fails(error) {
     this.lost = true;
     const text = error.status ? `The service returned an error, retrying: ${error.message}` : error.message;
-    setText(this.element, text);
+    if (this.element.textContent !== text) fill(this.element, marked(text));
     setVisible(this.element, true);
   }
 }

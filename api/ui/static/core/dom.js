@@ -14,7 +14,7 @@ export function h(tag, props = {}, ...children) {
   return filled(document.createElement(tag), props, children);
 }
 
-/** The same for an element of SVG. */
+/** An element of SVG, made as `h` makes those of HTML. */
 export function s(tag, props = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), props, children);
 }
@@ -117,15 +117,20 @@ export function panel(title, { note = "", classes = "", controls = [] } = {}) {
   };
 }
 
-/** What a place says that has nothing to show. */
+/** Nodes of a text of the service, in which `backticks` mark code. */
+export function marked(text) {
+  return text.split(/(`[^`]+`)/).map((part) => (/^`[^`]+`$/.test(part) ? h("code", {}, part.slice(1, -1)) : part));
+}
+
+/** What a panel says that has nothing to show. */
 export function emptyNote(text) {
   return h("p", { class: "empty-note" }, text);
 }
 
-/** A table with headings; `{element, body}`. Headings are texts or nodes. */
+/** A table with headings; `{element, body}`. Headings are texts or nodes; a column of buttons has "". */
 export function table(headings, { classes = "", label = "" } = {}) {
   const body = h("tbody");
-  const cells = headings.map((heading) => h("th", { scope: "col" }, heading));
+  const cells = headings.map((heading) => (heading === "" ? h("td") : h("th", { scope: "col" }, heading)));
   const grid = h(
     "table",
     { class: `grid ${classes}`, "aria-label": label || null },
@@ -133,12 +138,12 @@ export function table(headings, { classes = "", label = "" } = {}) {
     body,
   );
   return {
-    element: h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label || "table" }, grid),
+    element: h("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label || "table" }, grid),
     body,
   };
 }
 
-/** A state as coloured text; `{element, show(text, tone)}`. */
+/** A state as colored text; `{element, show(text, tone)}`. */
 export function badge() {
   const element = h("span", { class: "badge" });
   return {

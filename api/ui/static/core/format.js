@@ -106,6 +106,12 @@ export function age(moment, now = Date.now()) {
   return "just now";
 }
 
+/** A moment as the end of a sentence: 3 min ago. */
+export function ago(moment) {
+  const since = age(moment);
+  return since === "just now" ? since : `${since} ago`;
+}
+
 /** A moment in the viewer's zone. */
 export function clock(moment, withDay = true) {
   if (!moment) return UNKNOWN;
@@ -115,7 +121,7 @@ export function clock(moment, withDay = true) {
   return withDay ? `${two(date.getMonth() + 1)}-${two(date.getDate())} ${time}` : time;
 }
 
-/** The same moment in UTC, for who hovers over it. */
+/** A moment with its year, in UTC, for tooltips. */
 export function utc(moment) {
   return moment
     ? `${new Date(moment)
@@ -125,12 +131,12 @@ export function utc(moment) {
     : "";
 }
 
-/** The colour class of a job's state; the state itself is always written too. */
+/** The color class of a job's state; the state itself is always written too. */
 export function stateTone(state) {
   return TONES[state] ?? "idle";
 }
 
-/** The colour class of a class of the ledger. */
+/** The color class of a class of the ledger. */
 export function ledgerTone(name) {
   if (name === "compute") return "good";
   if (["detect", "re_form", "restore", "redo", "idle_without_capacity"].includes(name)) return "bad";
@@ -152,7 +158,7 @@ export function nodeName(id) {
   return id ? id.slice(0, 12) : UNKNOWN;
 }
 
-/** The colour class of an event. */
+/** The color class of an event. */
 export function eventTone(event) {
   if (event.type === "state_changed") return stateTone(String(event.data.to));
   return ["fail", "died", "lost", "error", "drift"].some((word) => event.type.includes(word)) ? "bad" : "idle";
@@ -168,9 +174,17 @@ export function layout(parallel) {
 /** Why a job is not simply running well; empty when it is. */
 export function why(job) {
   if (job.state === "RUNNING" || job.state === "SUCCEEDED") return "";
-  const parts = [job.reason, job.message].filter(Boolean);
-  if (job.queue.position !== null) parts.unshift(`place ${job.queue.position} in the queue`);
-  return parts.join(": ");
+  if (job.queue.position === null) return [job.reason, job.message].filter(Boolean).join(": ");
+  const start = startsIn(job.queue.expected_start_seconds);
+  const place = `position ${job.queue.position} in the queue${start ? `, expected to start ${start}` : ""}`;
+  return job.message ? `${place}: ${job.message}` : place;
+}
+
+/** When a queued job starts, as the end of a sentence; empty where nobody knows. */
+export function startsIn(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  if (seconds < 60) return "within a minute";
+  return `in about ${seconds < 3600 ? `${Math.round(seconds / 60)} min` : duration(seconds)}`;
 }
 
 /** `count` things, by their name in the singular. */

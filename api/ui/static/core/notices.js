@@ -1,6 +1,6 @@
 /** Short notices at the bottom of the page, and questions that must be answered first. */
 
-import { h } from "./dom.js";
+import { h, marked } from "./dom.js";
 
 const SHOWN_MILLISECONDS = 8000;
 const area = h("div", { class: "notices", role: "status", "aria-live": "polite" });
@@ -12,7 +12,7 @@ export function noticeArea() {
 
 /** Say something for a while; `tone` is good, warn or bad. */
 export function notify(text, tone = "warn") {
-  const notice = h("div", { class: `notice tone-${tone}` }, text);
+  const notice = h("div", { class: `notice tone-${tone}` }, h("span", {}, marked(text)));
   const close = h("button", { class: "plain", "aria-label": "Dismiss", onclick: () => notice.remove() }, "×");
   notice.append(close);
   area.append(notice);
@@ -21,10 +21,10 @@ export function notify(text, tone = "warn") {
 
 /**
  * Ask before something is done. `what` are nodes or texts that say what it costs. Resolves to what `read` returns of the
- * dialog, or to null where the viewer thinks better of it. It stays open while a field of it says no: what was typed is
- * not lost.
+ * dialog, or to null where the viewer cancels. The dialog stays open while one of its fields is invalid: what was typed
+ * is not lost. Without `no` there is nothing to decide, only to read.
  */
-export function confirmed(title, what, { yes = "Yes", no = "Keep it", danger = false, read = () => true } = {}) {
+export function confirmed(title, what, { yes = "Yes", no = "Cancel", danger = false, read = () => true } = {}) {
   return new Promise((resolve) => {
     const say = (answer) => {
       dialog.close();
@@ -43,7 +43,7 @@ export function confirmed(title, what, { yes = "Yes", no = "Keep it", danger = f
       h(
         "div",
         { class: "confirm-buttons" },
-        h("button", { class: "button", type: "button", onclick: () => say(null) }, no),
+        no && h("button", { class: "button", type: "button", onclick: () => say(null) }, no),
         h("button", { class: `button ${danger ? "danger" : "primary"}` }, yes),
       ),
     );

@@ -2,6 +2,8 @@
 
 import { Unreachable } from "./api.js";
 import { connection } from "./connection.js";
+import { setAttribute } from "./dom.js";
+import { notify } from "./notices.js";
 
 const AGAIN_MILLISECONDS = 2000;
 const ROOT = `${document.documentElement.dataset.base ?? ""}/ui`;
@@ -70,19 +72,25 @@ export class Router {
 
   async open() {
     const turn = ++this.opened;
+    setAttribute(this.root, "aria-busy", "true"); // shown by the style sheet
     this.page?.close();
     this.page = null;
     const path = location.pathname.slice(ROOT.length) || "/";
     const [load, parameters] = this.matching(path);
     const module = await load().catch(() => null);
     if (turn !== this.opened) return;
-    if (module === null) return this.loadAnew();
+    if (module === null) {
+      notify("The service cannot be reached. The page opens as soon as it answers.");
+      return this.loadAnew();
+    }
     this.root.replaceChildren();
     scrollTo(0, 0);
     const query = new URLSearchParams(location.search);
     const page = await module.open(this.root, { ...this.context, parameters, query, router: this });
-    if (turn === this.opened) this.page = page ?? { close() {} };
-    else page?.close();
+    if (turn !== this.opened) return page?.close();
+    this.page = page ?? { close() {} };
+    setAttribute(this.root, "aria-busy", null);
+    return undefined;
   }
 
   /** A page's file is not there: the service has another release, or does not answer, or the network has changed. */

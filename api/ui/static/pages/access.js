@@ -25,7 +25,7 @@ export async function open(root, { shell, viewer }) {
       "p",
       {},
       me
-        ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}${atMost(me)}; new jobs belong to ${me.project}.`
+        ? `Key ${me.key_name}${me.user ? ` of ${me.user}` : ""}: scope ${me.scope} in ${me.installation ? "all projects" : `project ${me.project}`}${atMost(me)}. Jobs that you submit belong to project ${me.project}.`
         : "The service did not identify you.",
     ),
   );
@@ -57,7 +57,7 @@ export async function open(root, { shell, viewer }) {
       projects.body,
       tableOf(
         "Projects",
-        ["Project", "Since"],
+        ["Project", "Created"],
         known.map((project) => [project.name, when(project.created_at)]),
       ),
     );
@@ -68,7 +68,7 @@ export async function open(root, { shell, viewer }) {
         { class: "tall" },
         tableOf(
           "Keys",
-          ["Key", "For", "Scope", "Project", "Made", "Expires", "State", ""],
+          ["Key", "User", "Scope", "Projects", "Created", "Expires", "State", ""],
           all_keys.map((key) => keyRow(key, show)),
         ),
       ),
@@ -80,7 +80,7 @@ export async function open(root, { shell, viewer }) {
         { class: "tall" },
         tableOf(
           "Audit",
-          ["Time", "Who", "What", "About", "From", "Answer"],
+          ["Time", "User", "Request", "Target", "From", "Result"],
           (entries?.items ?? []).map((each) => [
             when(each.time),
             each.user ?? each.key_name,
@@ -110,7 +110,7 @@ function tableOf(label, headings, rows) {
       ),
     ),
   );
-  return rows.length ? element : h("p", { class: "empty-note" }, "None.");
+  return rows.length ? element : h("p", { class: "empty-note" }, `No ${label.toLowerCase()}.`);
 }
 
 function when(moment) {
@@ -119,27 +119,27 @@ function when(moment) {
 
 /** The highest priority that a key gives, behind what else it allows; nothing where it gives any. */
 function atMost(key) {
-  return key.highest_priority === null ? "" : `, priority ${key.highest_priority} at most`;
+  return key.highest_priority === null ? "" : `, priorities up to ${key.highest_priority}`;
 }
 
-/** Whether a key is good, and why not. */
+/** Whether a key is valid, and why not. */
 export function stateOf(key) {
   if (key.revoked_at) return "revoked";
-  return key.expires_at && Date.parse(key.expires_at) < Date.now() ? "expired" : "good";
+  return key.expires_at && Date.parse(key.expires_at) < Date.now() ? "expired" : "valid";
 }
 
 function keyRow(key, changed) {
   const state = stateOf(key);
   const revoke = h(
     "button",
-    { class: "plain", hidden: state !== "good", onclick: () => attempt(() => revokeKey(key), changed) },
+    { class: "plain", hidden: state !== "valid", onclick: () => attempt(() => revokeKey(key), changed) },
     "revoke",
   );
   return [
     h("b", {}, key.name),
     key.user ?? UNKNOWN,
-    `${key.scope}${key.installation ? ", all projects" : ""}${atMost(key)}`,
-    key.project,
+    `${key.scope}${atMost(key)}`,
+    key.installation ? "all" : key.project,
     when(key.created_at),
     when(key.expires_at),
     state,
@@ -161,8 +161,8 @@ async function makeProject() {
   const name = h("input", { "aria-label": "Name", autofocus: true, required: true });
   const wanted = await confirmed(
     "New project",
-    [h("label", { class: "field" }, "Name: lower-case letters, digits, hyphens", name)],
-    { yes: "Make it", no: "Cancel", read: () => name.value },
+    [h("label", { class: "field" }, "Name (lower-case letters, digits, hyphens)", name)],
+    { yes: "Create project", read: () => name.value },
   );
   if (wanted) await send("POST", "/v1/projects", { name: wanted });
 }
@@ -188,12 +188,11 @@ async function makeKey(me) {
       h("label", { class: "field" }, "User", user),
       h("label", { class: "field" }, "Project", project),
       h("label", { class: "field" }, "Scope", scope),
-      h("label", { class: "field" }, "Highest priority that it gives jobs", highest),
-      h("label", { class: "field" }, "Expires in days", days),
+      h("label", { class: "field" }, "Highest priority of its jobs", highest),
+      h("label", { class: "field" }, "Expires after days", days),
     ],
     {
-      yes: "Make it",
-      no: "Cancel",
+      yes: "Create key",
       read: () => ({
         name: name.value,
         scope: scope.value,
@@ -208,8 +207,8 @@ async function makeKey(me) {
   const made = await send("POST", "/v1/keys", wanted);
   await confirmed(
     "Key created",
-    [h("p", {}, "It is shown only once and is not stored:"), h("pre", { class: "stack" }, made.key)],
-    { yes: "I have it", no: "Close" },
+    [h("p", {}, "Copy it now: it is shown only once."), h("pre", { class: "stack" }, made.key)],
+    { yes: "I have copied it", no: null },
   );
 }
 
@@ -220,10 +219,10 @@ async function revokeKey(key) {
       h(
         "p",
         {},
-        `${key.name} is no longer valid: browsers that use it are signed out, and its streams end. Jobs submitted with it continue.`,
+        `${key.name} stops working at once: browsers that use it are signed out, and its streams end. Jobs submitted with it continue.`,
       ),
     ],
-    { yes: "Revoke", no: "Keep it", danger: true },
+    { yes: "Revoke", danger: true },
   );
   if (yes) await send("DELETE", `/v1/keys/${key.id}`);
 }

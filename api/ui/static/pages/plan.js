@@ -2,13 +2,13 @@
 
 import { Lanes } from "../charts/lanes.js";
 import { send } from "../core/api.js";
-import { emptyNote, fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { bytes, duration, layout, number, percent, sentence, signed } from "../core/format.js";
+import { emptyNote, fill, h, marked, panel, setText, setVisible, table } from "../core/dom.js";
+import { bytes, counted, duration, layout, number, percent, sentence, signed, words } from "../core/format.js";
 import { budgetTable } from "../parts/budget_table.js";
 import { memoryBars } from "../parts/memory_bars.js";
 import { problemList } from "../parts/problems.js";
 import { documentOf } from "../parts/spec_document.js";
-import { lanesOf, rangeOf } from "../parts/trace_lanes.js";
+import { lanesOf, rangeOf, traceLegend } from "../parts/trace_lanes.js";
 
 const PRESETS = {
   "This cluster, quickstart":
@@ -23,6 +23,16 @@ const PRESETS = {
     "model: {layers: 105, hidden_size: 20480, heads: 128, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 1920, precision: bf16}\ncluster: {accelerator: a100-80gb, nodes: 280}\nparallel: auto\n",
   "GPT 1T on 3,072 A100 (arXiv:2104.04473)":
     "model: {layers: 128, hidden_size: 25600, heads: 160, sequence_length: 2048, vocabulary_size: 51200}\ntrain: {global_batch_size: 3072, precision: bf16, steps: 71526}\ncluster: {accelerator: a100-80gb, nodes: 384}\nparallel: auto\n",
+};
+
+const LEAST_HOURS = 0.05; // less reads 0.0 h
+/** What the hours are called that a long training loses. */
+const LOST = {
+  redone: "repeated steps",
+  recovering: "recoveries",
+  waiting: "waiting for nodes",
+  slower: "fewer replicas",
+  beside_steps: "validation and snapshots",
 };
 
 /** Build it. */
@@ -46,16 +56,20 @@ class PlanPage {
       Object.keys(PRESETS).map((name) => h("option", { value: name }, name)),
     );
     this.go = h("button", { class: "button primary", onclick: () => this.plan() }, "Plan");
-    this.says = h("div", { role: "status" }, emptyNote("Nothing is planned yet."));
+    this.says = h(
+      "div",
+      { role: "status" },
+      emptyNote("No plan yet: choose an example or describe a model, and press Plan."),
+    );
     const question = panel("What to plan", { controls: [presets, this.go] });
     question.body.append(this.text);
     this.plans = panel("Layouts, best first");
     this.plans.body.append(this.says);
     [this.why, this.change, this.memory, this.line, this.run] = [
-      panel("Where the step goes"),
-      panel("What one change would do"),
-      panel("Memory, by stage"),
-      panel("The pipeline of one step"),
+      panel("Where a step goes"),
+      panel("Effect of single changes"),
+      panel("Memory by stage"),
+      panel("Timeline of one step"),
       panel("The whole training, with failures"),
     ];
     [this.budget, this.bars] = [budgetTable(), memoryBars()];
@@ -63,17 +77,19 @@ class PlanPage {
     this.sentences = h("ul");
     this.why.body.append(this.sentences, this.budget.element);
     this.memory.body.append(this.bars.element);
-    this.line.body.append(this.lanes.element);
+    this.legend = h("div", { class: "legend" });
+    this.line.body.append(this.legend, h("div", { class: "scroll lane-scroll" }, this.lanes.element));
     this.answers = [this.why, this.change, this.memory, this.line, this.run];
     fill(
       root,
       h("div", { class: "title-row" }, h("h1", {}, "Plan")),
-      h("div", { class: "columns" }, question.element, this.plans.element),
+      question.element,
+      this.plans.element,
       h(
         "div",
         { class: "columns" },
-        this.why.element,
-        h("div", {}, this.change.element, this.memory.element, this.run.element),
+        h("div", {}, this.why.element, this.memory.element, this.run.element),
+        this.change.element,
       ),
       this.line.element,
     );
@@ -82,20 +98,20 @@ class PlanPage {
 
   async plan() {
     this.go.disabled = true;
-    fill(this.says, h("p", { class: "note" }, "Searching ..."));
+    fill(this.says, h("p", { class: "note" }, "Searching for layouts ..."));
     try {
       const document = await documentOf(this.text.value);
       this.show(await send("POST", "/v1/plans", { cluster: { current: true }, ...document, explain: true }));
     } catch (error) {
       this.showExplanation(null);
-      fill(this.says, problemList(error));
+      fill(this.says, problemList(error, this.text.value));
     }
     this.go.disabled = false;
   }
 
   show({ plans, rejected, note, explanation }) {
     const { element, body } = table(
-      ["Layout", "Micro-batch", "Schedule", "Step", "Tokens/s", "MFU (full)", "Bubble", "Memory", "Days"],
+      ["Layout (t × p × d)", "Micro-batch", "Schedule", "Step time", "Tokens/s", "MFU", "Bubble", "Memory", "Days"],
       { label: "Plans" },
     );
     fill(
@@ -121,17 +137,17 @@ class PlanPage {
     const lost = h(
       "details",
       {},
-      h("summary", {}, `${number(rejected.length)} layouts that are not among the best`),
+      h("summary", {}, `${counted(rejected.length, "layout")} rejected`),
       h(
         "ul",
         {},
-        rejected.map((each) => h("li", {}, `${layout(each.parallel)}: ${each.reason}`)),
+        rejected.map((each) => h("li", {}, marked(sentence(`${layout(each.parallel)}: ${each.reason}`)))),
       ),
     );
     fill(
       this.says,
-      plans.length ? element : h("p", {}, "No layout fits."),
-      note ? h("p", { class: "note" }, sentence(note)) : "",
+      plans.length ? element : h("p", { class: "kind tone-bad" }, "No layout fits."),
+      note ? h("p", { class: "note" }, marked(sentence(note))) : "",
       rejected.length ? lost : "",
     );
     this.showExplanation(explanation, plans[0]);
@@ -142,10 +158,10 @@ class PlanPage {
     if (!explanation) return;
     fill(
       this.sentences,
-      explanation.sentences.map((each) => h("li", {}, each)),
+      explanation.sentences.map((each) => h("li", {}, marked(each))),
     );
     this.budget.show({ step_seconds: plan.step_seconds, parts: explanation.shares });
-    const { element, body } = table(["Change", "Step", "Memory", ""], { label: "Changes" });
+    const { element, body } = table(["Change", "Step time", "Memory", "Fits"], { label: "Changes" });
     fill(
       body,
       explanation.changes.map((each) =>
@@ -159,7 +175,7 @@ class PlanPage {
             `${duration(each.step_seconds)} (${signed(each.step_seconds / plan.step_seconds - 1)})`,
           ),
           h("td", { class: "number" }, bytes(each.memory_bytes)),
-          h("td", {}, each.fits ? "" : "does not fit"),
+          h("td", { class: each.fits ? "" : "kind tone-bad" }, each.fits ? "yes" : "no"),
         ),
       ),
     );
@@ -188,6 +204,7 @@ class PlanPage {
       { ranks: [...ranks.values()].sort((one, other) => one.rank - other.rank) },
       { prefix: "stage" },
     );
+    fill(this.legend, traceLegend({ ranks: [...ranks.values()] }));
     this.lanes.show(lanes, rangeOf(lanes));
   }
 
@@ -195,14 +212,15 @@ class PlanPage {
     setVisible(this.run.element, Boolean(run));
     if (!run) return;
     const lost = Object.entries(run.lost_hours)
-      .map(([name, hours]) => `${name} ${number(hours, 1)} h`)
+      .filter(([, hours]) => hours >= LEAST_HOURS)
+      .map(([name, hours]) => `${LOST[name] ?? words(name)} ${number(hours, 1)} h`)
       .join(", ");
     fill(
       this.run.body,
       [
-        `${number(run.hours / 24, 1)} days, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${number(run.failures)} failures.`,
-        `Best with ${number(run.spare_nodes)} spare nodes and a checkpoint every ${duration(run.checkpoint_seconds)}. Lost: ${lost}.`,
-        `With restarts of everything: goodput ${percent(run.goodput_with_restarts)}, ${number(run.gpu_hours_with_restarts)} GPU hours.`,
+        `${number(run.hours / 24, 1)} days, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${counted(run.failures, "failure")}.`,
+        `Best with ${counted(run.spare_nodes, "spare node")} and a checkpoint every ${duration(run.checkpoint_seconds)}.${lost ? ` Time lost: ${lost}.` : ""}`,
+        `If every failure restarted all ranks: goodput ${percent(run.goodput_with_restarts)}, ${number(run.gpu_hours_with_restarts)} GPU hours.`,
       ].map((text) => h("p", {}, text)),
     );
     setText(this.run.note, "");

@@ -1,34 +1,36 @@
-/** Who waits, for what, behind whom; and who has the places. */
+/** Who waits, for what, behind whom, and until when; and who has the slots. */
 
 import { all, get, optional } from "../core/api.js";
-import { KeyedRows, emptyNote, fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { age, counted, duration, layout, number } from "../core/format.js";
+import { KeyedRows, emptyNote, fill, h, marked, panel, setText, setVisible, table } from "../core/dom.js";
+import { ago, counted, duration, layout, number, startsIn } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { link } from "../core/router.js";
 import { clusterText } from "../parts/cluster_text.js";
 
 const SECONDS = 3;
+const LAYOUT = "Layout (t × p × d)";
 const HOLDING = ["STARTING", "RUNNING", "RECOVERING", "RESIZING", "PAUSING", "CANCELLING"];
 
 /** Build it. */
 export async function open(root, { shell }) {
   shell.title("Queue", "/queue");
   const cluster = h("span", { class: "cluster" });
-  const waiting = panel("Waiting", { note: "in starting order" });
-  const running = panel("Holding places");
-  const queue = jobTable("Waiting", "The queue is empty.", [
-    ["Place", "number", (job) => number(job.queue.position)],
+  const waiting = panel("Queued jobs", { note: "in starting order" });
+  const running = panel("Running jobs");
+  const queue = jobTable("Queued jobs", "No queued jobs.", [
+    ["Position", "number", (job) => number(job.queue.position)],
     ["Job", "", null],
-    ["Ranks", "number", (job) => layout(job.parallel)],
+    [LAYOUT, "number", (job) => layout(job.parallel)],
     ["Priority", "number", (job) => number(job.spec.priority)],
-    ["Why it waits", "message", (job) => job.message ?? "its turn has not come"],
-    ["Age", "number", (job) => age(job.created_at)],
+    ["Why it waits", "message", (job) => job.message ?? "waits for the jobs ahead of it"],
+    ["Expected start", "number", (job) => startsIn(job.queue.expected_start_seconds) || "unknown"],
+    ["Submitted", "number", (job) => ago(job.created_at)],
   ]);
-  const holders = jobTable("Holding places", "No jobs are running.", [
+  const holders = jobTable("Running jobs", "No running jobs.", [
     ["Job", "", null],
     ["State", "", (job) => job.state],
-    ["Ranks", "number", (job) => layout(job.parallel)],
-    ["Places", "number", (job) => number(job.parallel.world_size)],
+    [LAYOUT, "number", (job) => layout(job.parallel)],
+    ["Slots or GPUs", "number", (job) => number(job.parallel.world_size)],
     ["Remaining", "number", (job) => duration(job.eta_seconds)],
   ]);
   waiting.body.append(queue.element);
@@ -43,13 +45,7 @@ export async function open(root, { shell }) {
     ]);
     if (nodes) setText(cluster, clusterText(nodes));
     queue.show(inTurn(queued));
-    setText(
-      running.note,
-      counted(
-        holding.reduce((sum, job) => sum + (job.parallel.world_size ?? 0), 0),
-        "place",
-      ),
-    );
+    setText(running.note, firstToEnd(holding));
     holders.show(holding);
     return false;
   }
@@ -59,10 +55,19 @@ export async function open(root, { shell }) {
   return { close: () => live.stop() };
 }
 
-/** Jobs in starting order; those whose place is not known yet come last. */
+/** Which of these jobs ends first, as a sentence; empty where nobody knows. */
+export function firstToEnd(running) {
+  const known = running.filter((job) => job.eta_seconds !== null);
+  if (known.length === 0) return "";
+  const first = known.reduce((one, other) => (other.eta_seconds < one.eta_seconds ? other : one));
+  const ranks = counted(first.parallel.world_size, "slot");
+  return `First to end: ${first.name}, ${startsIn(first.eta_seconds)}; it releases ${ranks}.`;
+}
+
+/** Jobs in starting order; those whose position is not known yet come last. */
 export function inTurn(queued) {
-  const place = (job) => job.queue.position ?? Number.MAX_SAFE_INTEGER;
-  return [...queued].sort((one, other) => place(one) - place(other));
+  const position = (job) => job.queue.position ?? Number.MAX_SAFE_INTEGER;
+  return [...queued].sort((one, other) => position(one) - position(other));
 }
 
 /** A table of jobs; `columns` are `[heading, class, text(job)]`, and null for the job's name. `{element, show(jobs)}`. */
@@ -76,7 +81,11 @@ function jobTable(label, nobody, columns) {
     const cells = columns.map(([, classes, text]) => (text ? h("td", { class: classes }) : nameOf(first)));
     return {
       element: h("tr", {}, cells),
-      show: (job) => columns.forEach(([, , text], place) => text && setText(cells[place], text(job))),
+      show: (job) =>
+        columns.forEach(([, , text], at) => {
+          const now = text?.(job);
+          if (text && now.replaceAll("`", "") !== cells[at].textContent) fill(cells[at], marked(now));
+        }),
     };
   };
   const rows = new KeyedRows(body, (job) => job.id, row);

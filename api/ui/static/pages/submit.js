@@ -1,7 +1,7 @@
-/** A JobSpec written in the browser: checked while one types, with its layout, plan and memory beside it. */
+/** A job file written in the browser: checked while one types, with its layout, plan and memory beside it. */
 
 import { Problem, Unreachable, get, optional, send } from "../core/api.js";
-import { fill, h, panel } from "../core/dom.js";
+import { fill, h, marked, panel } from "../core/dom.js";
 import { counted, duration, layout, number, percent, sentence } from "../core/format.js";
 import { notify } from "../core/notices.js";
 import { link } from "../core/router.js";
@@ -12,12 +12,41 @@ import { problemList } from "../parts/problems.js";
 import { memoryBars } from "../parts/memory_bars.js";
 
 const TYPED_MILLISECONDS = 500;
-const EXAMPLE = `name: quickstart
+const EXAMPLES = {
+  "A small GPT on 8 ranks": `name: quickstart
 model: {family: gpt, layers: 4, hidden_size: 128, heads: 4, sequence_length: 128}
 data: {source: python-stdlib}
 train: {steps: 200, global_batch_size: 16, micro_batch_size: 2}
 parallel: {tensor: 2, pipeline: 2, data: 2}
-`;
+`,
+  "A small Llama on one rank": `name: llama
+model: {family: llama, layers: 4, hidden_size: 128, heads: 4, kv_heads: 2, sequence_length: 128}
+data: {source: python-stdlib}
+train:
+  steps: 100
+  global_batch_size: 16
+  micro_batch_size: 4
+  validate_every: 50
+  optimizer: {learning_rate: 2.0e-3, min_learning_rate: 2.0e-4, warmup_steps: 10}
+`,
+  "Text files, layout chosen automatically": `name: from-text
+model: {family: llama, layers: 8, hidden_size: 512, heads: 8, sequence_length: 512}
+data: {source: text, paths: [/data/books], tokenizer: bpe, tokenizer_vocabulary: 8192}
+train: {steps: 1000, global_batch_size: 64, validate_every: 100}
+parallel: auto
+checkpoint: {every_steps: 200, keep: 3}
+`,
+  "Fine-tune weights on chats": `name: chat
+model: {from: /data/base, sequence_length: 2048}
+data: {source: chat, paths: [/data/chats.jsonl], tokenizer: /data/base, validation_fraction: 0.05}
+train:
+  steps: 500
+  global_batch_size: 32
+  validate_every: 50
+  optimizer: {learning_rate: 1.0e-5, warmup_steps: 20}
+parallel: auto
+`,
+};
 
 /** Build it. */
 export async function open(root, context) {
@@ -33,15 +62,24 @@ class SubmitPage {
     this.text = h("textarea", {
       class: "code",
       spellcheck: "false",
-      "aria-label": "JobSpec, in YAML or JSON",
+      "aria-label": "Job file, in YAML or JSON",
       oninput: () => this.typed(),
+      onkeydown: indent,
     });
     this.submit = h("button", { class: "button primary", disabled: true, onclick: () => this.send() }, "Submit");
     this.says = h("div", { role: "status" });
     this.bars = memoryBars();
-    const editor = panel("JobSpec", { note: "YAML or JSON; paths are the service's", controls: [this.submit] });
-    editor.body.append(this.text);
-    const check = panel("What would happen");
+    this.examples = h(
+      "select",
+      { "aria-label": "Examples", onchange: () => this.show(EXAMPLES[this.examples.value]) },
+      Object.keys(EXAMPLES).map((name) => h("option", { value: name }, name)),
+    );
+    const editor = panel("Job file", {
+      note: "YAML or JSON; paths are read on the server",
+      controls: [this.examples, this.submit],
+    });
+    editor.body.append(this.text, h("p", { class: "note" }, "Tab indents; Escape, then Tab, leaves the field."));
+    const check = panel("Check");
     check.body.append(this.says, this.bars.element);
     fill(
       root,
@@ -53,8 +91,16 @@ class SubmitPage {
 
   async begin(from) {
     const job = from ? await optional(get(`/v1/jobs/${from}`)) : null;
-    this.text.value = job ? toYaml(job.spec) : EXAMPLE;
+    if (job) this.examples.prepend(h("option", { value: "", selected: true }, `Copy of ${job.name}`));
+    this.text.value = job ? toYaml(job.spec) : Object.values(EXAMPLES)[0];
     await this.check();
+  }
+
+  /** Replace what is written by an example. */
+  show(text) {
+    if (text === undefined) return;
+    this.text.value = text;
+    this.typed();
   }
 
   typed() {
@@ -78,29 +124,31 @@ class SubmitPage {
       if (text !== this.text.value) return;
       this.bars.show([], 0);
       fill(this.bars.element);
-      fill(this.says, problemList(error));
+      fill(this.says, problemList(error, text));
     }
   }
 
   async showPlan(dry, text) {
     const { spec, layout: found } = dry;
     const lines = [
-      `${counted(found.world_size, "rank")}: ${layout(found.parallel)}, ${counted(found.micro_batches, "micro-batch", "micro-batches")} a step of each replica.`,
+      `${counted(found.world_size, "rank")}: ${layout(found.parallel)}, ${counted(found.micro_batches, "micro-batch", "micro-batches")} per step and replica.`,
       this.may ? "" : "Your key may not submit jobs.",
     ];
     fill(
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
-      dry.data_problem ? h("p", { class: "tone-bad kind" }, `The job would fail: ${dry.data_problem}.`) : "",
-      h("p", { class: "note" }, "Waiting for the planner ..."),
+      dry.data_problem
+        ? h("p", { class: "tone-bad kind" }, marked(sentence(`The job would fail: ${dry.data_problem}`)))
+        : "",
+      h("p", { class: "note" }, "Planning ..."),
     );
     const plan = dry.plan && (await this.explained(spec, found.parallel));
     if (text !== this.text.value) return;
     const best = plan?.plans?.[0];
     this.says.lastElementChild.remove();
     if (!best) {
-      const why = dry.plan ? "The planner cannot predict how long it takes on this cluster." : dry.plan_note;
-      this.says.append(h("p", { class: "note" }, sentence(why)));
+      const why = dry.plan ? "The planner cannot predict the step time on this cluster." : dry.plan_note;
+      this.says.append(h("p", { class: "note" }, marked(sentence(why))));
       fill(this.bars.element);
       return;
     }
@@ -114,9 +162,9 @@ class SubmitPage {
       h(
         "ul",
         {},
-        (plan.explanation?.sentences ?? []).map((each) => h("li", {}, each)),
+        (plan.explanation?.sentences ?? []).map((each) => h("li", {}, marked(each))),
       ),
-      plan.note ? h("p", { class: "note" }, sentence(plan.note)) : "",
+      plan.note ? h("p", { class: "note" }, marked(sentence(plan.note))) : "",
     );
     this.bars.show(
       (plan.explanation?.memory_by_stage ?? []).map((memory, stage) => [
@@ -147,4 +195,15 @@ class SubmitPage {
       this.submit.disabled = false;
     }
   }
+}
+
+/** Tab indents by two spaces; after Escape it leaves the field, as everywhere. */
+function indent(event) {
+  const field = event.target;
+  if (event.key === "Escape") field.dataset.leaves = "yes";
+  else if (event.key !== "Tab") delete field.dataset.leaves;
+  if (event.key !== "Tab" || event.shiftKey || field.dataset.leaves) return;
+  event.preventDefault();
+  field.setRangeText("  ", field.selectionStart, field.selectionEnd, "end");
+  field.dispatchEvent(new Event("input"));
 }

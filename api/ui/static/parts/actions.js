@@ -95,7 +95,7 @@ async function lastCheckpoint(job) {
 }
 
 function askPause(job) {
-  const places = counted(job.parallel.world_size ?? 0, "place");
+  const slots = counted(job.parallel.world_size ?? 0, "slot");
   return confirmed(
     "Pause this job?",
     [
@@ -103,11 +103,11 @@ function askPause(job) {
         "p",
         {},
         job.state === "QUEUED"
-          ? "It leaves the queue, and loses its position until it is resumed."
-          : `It saves its state after the current step and releases its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`,
+          ? "It leaves the queue and loses its position until it is resumed."
+          : `It saves its state after the current step and releases its ${slots}. No step is lost; when it is resumed, it waits in the queue for as many.`,
       ),
     ],
-    { yes: "Pause", no: "Let it run" },
+    { yes: "Pause" },
   );
 }
 
@@ -116,7 +116,7 @@ async function askCancel(job) {
   return confirmed(
     "Cancel this job?",
     [h("p", {}, "It is stopped permanently: a cancelled job cannot be resumed."), h("p", {}, cost)],
-    { yes: "Cancel the job", no: "Keep it", danger: true },
+    { yes: "Cancel the job", no: "Keep running", danger: true },
   );
 }
 
@@ -151,7 +151,7 @@ function askResize(job) {
       ),
       h("label", { class: "field" }, "Replicas", input),
     ],
-    { yes: "Resize", no: "Leave it", read: () => input.valueAsNumber },
+    { yes: "Resize", read: () => input.valueAsNumber },
   );
 }
 
@@ -173,7 +173,6 @@ function askEdit(job) {
     ],
     {
       yes: "Save",
-      no: "Leave it",
       read: () => ({ name: name.value, priority: priority.valueAsNumber, labels: labels.value }),
     },
   );
@@ -200,10 +199,10 @@ function askDelete(job) {
   return confirmed(
     "Delete this job?",
     [
-      h("p", {}, "This deletes its checkpoints, snapshots, logs, metrics and events. It cannot be undone."),
+      h("p", {}, "This permanently deletes its checkpoints, snapshots, logs, metrics and events."),
       h("p", { class: "mono" }, `${job.name} ${job.id}`),
     ],
-    { yes: "Delete everything", no: "Keep it", danger: true },
+    { yes: "Delete permanently", danger: true },
   );
 }
 

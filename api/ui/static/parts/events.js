@@ -1,7 +1,7 @@
 /** What happened to a job: read once, then what is new. */
 
 import { get } from "../core/api.js";
-import { KeyedRows, emptyNote, h, setVisible, table } from "../core/dom.js";
+import { KeyedRows, emptyNote, h, marked, setVisible, table } from "../core/dom.js";
 import { UNKNOWN, clock, eventTone, utc, words } from "../core/format.js";
 
 const PAGE = 1000;
@@ -51,7 +51,7 @@ function eventRow(event) {
     {},
     h("td", { class: "mono", title: utc(event.time) }, clock(event.time)),
     h("td", { class: `kind tone-${eventTone(event)}` }, words(event.type)),
-    h("td", { class: "message" }, event.message),
+    h("td", { class: "message" }, marked(event.message)),
     h("td", { class: "number" }, text(event.rank)),
     h("td", { class: "number" }, text(event.step)),
     h("td", { class: "number" }, text(event.generation)),

@@ -1,4 +1,4 @@
-/** Bytes of a device as bars, a part a colour. */
+/** Bytes of a device as bars, a color for each part. */
 
 import { seriesColor } from "../charts/colors.js";
 import { fill, h } from "../core/dom.js";

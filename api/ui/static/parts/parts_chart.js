@@ -3,35 +3,18 @@
 import { ChartGroup } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { setVisible } from "../core/dom.js";
-import { duration, words } from "../core/format.js";
+import { duration } from "../core/format.js";
 import { JobCurves } from "./curves.js";
 
-const PARTS = [
-  "forward",
-  "backward",
-  "recompute",
-  "tensor_communication",
-  "pipeline_communication",
-  "data_communication",
-  "bubble",
-  "optimizer",
-  "data",
-  "other",
-];
-
-/** Of `workers/timing/step_phases.py`. */
-export function partsOfAStep() {
-  return PARTS;
-}
-
-/** The chart; hidden while nothing is known. `every`: the job's `train.time_parts_every`. */
+/** The chart; hidden while nothing is known. `parts`: labels by name; `every`: the job's `train.time_parts_every`. */
 export class PartsChart {
-  constructor(id, every) {
+  constructor(id, parts, every) {
+    this.parts = parts;
     this.group = new ChartGroup();
     this.chart = new LineChart(this.group, "Parts of a step over time", [
       { label: "seconds a step", floor: 0, format: duration },
     ]);
-    this.names = PARTS.map((part) => `${part}_seconds`);
+    this.names = Object.keys(parts).map((part) => `${part}_seconds`);
     this.curves = new JobCurves(id, ["step_seconds"], this.names, every);
     this.element = this.chart.element;
     setVisible(this.element, false);
@@ -42,8 +25,8 @@ export class PartsChart {
     await this.curves.poll(signal);
     const known = this.curves.seldom;
     if (!known) return;
-    const lines = PARTS.map((part, place) => ({
-      name: part === "data" ? "loader" : words(part),
+    const lines = Object.values(this.parts).map((name, place) => ({
+      name,
       x: known.x(null),
       y: known.columns[this.names[place]],
     }));

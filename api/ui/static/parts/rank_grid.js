@@ -1,35 +1,39 @@
 /**
- * All ranks of a job on one canvas: a block for each replica, in it a column for each pipeline stage and a line for each
- * tensor (and context) rank. Coloured by state, or by how a number compares with the same stage's.
+ * All ranks of a job on one canvas: a block for each replica, in it a column for each pipeline stage and a row for each
+ * tensor (and context) rank. Colored by state, or by how a number compares with the other ranks'.
  */
 
-import { color, onColorsChanged } from "../charts/colors.js";
+import { color, inkOn, onColorsChanged } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
-import { h, setText, setVisible } from "../core/dom.js";
-import { bytes, counted, duration, nodeName } from "../core/format.js";
+import { fill, h, setText, setVisible } from "../core/dom.js";
+import { bytes, clock, counted, duration, nodeName } from "../core/format.js";
 import { slownessOf } from "./attention.js";
 
-/** What ranks are coloured by: `value(rank)` in `format`; state has none. */
-export const COLOURINGS = {
+/** What ranks are colored by: `value(rank)` in `format`; state has none. */
+export const COLORINGS = {
   state: { label: "state" },
-  own: { label: "own step time", value: (rank) => rank.own_seconds, format: duration },
-  wait: { label: "wait", value: (rank) => rank.wait_seconds, format: duration },
+  own: { label: "own time", value: (rank) => rank.own_seconds, format: duration },
+  wait: { label: "wait time", value: (rank) => rank.wait_seconds, format: duration },
   memory: { label: "memory", value: (rank) => rank.memory_bytes, format: bytes },
 };
 const [SMALLEST, LARGEST] = [5, 48];
+const NOBODY = "No ranks have been placed yet.";
+const MOST_NAMED = 8;
+const [LEAST_LABELLED, LEAST_BLOCK, MARGIN, TIP_WIDTH] = [14, 66, 58, 320]; // pixels
 
 /** The grid; `element` goes into the page. `onPick(rank)` is called when one is chosen. */
 export class RankGrid {
   constructor({ compact = false, onPick = null } = {}) {
     this.compact = compact;
     this.onPick = onPick;
-    this.colouring = "state";
+    this.coloring = "state";
     this.ranks = [];
     this.replaced = new Map();
     this.chosen = null;
     this.canvas = h("canvas", { class: "rank-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.summary = h("p", { class: "rank-summary" }, "No ranks have been placed yet.");
+    this.summary = h("p", { class: "rank-summary" }, NOBODY);
+    this.legend = h("div", { class: "legend" });
     this.plot = h(
       "div",
       {
@@ -43,15 +47,21 @@ export class RankGrid {
         onkeydown: (event) => this.key(event),
       },
       this.canvas,
-      this.tip,
     );
-    this.element = h("div", {}, this.summary, this.plot);
+    // Beside the plot, which scrolls where it is narrow, and would cut it off.
+    this.element = h(
+      "div",
+      { class: "rank-grid" },
+      this.summary,
+      h("div", { class: "rank-box" }, this.plot, this.tip),
+      this.legend,
+    );
     this.unwatch = onColorsChanged(() => this.draw());
     this.observer = new ResizeObserver(() => this.draw());
     this.observer.observe(this.plot);
   }
 
-  /** Show the ranks as they are now. `replaced`: by rank, why it got a new process a moment ago. */
+  /** Show the ranks as they are now. `replaced`: those that got another process, as `replacements` returns them. */
   show(ranks, replaced = new Map()) {
     this.ranks = ranks;
     this.replaced = replaced;
@@ -60,8 +70,8 @@ export class RankGrid {
     this.draw();
   }
 
-  colourBy(name) {
-    this.colouring = name;
+  colorBy(name) {
+    this.coloring = name;
     this.draw();
   }
 
@@ -69,68 +79,87 @@ export class RankGrid {
     const width = this.plot.clientWidth;
     if (!width || this.ranks.length === 0) {
       this.plot.style.height = "0";
+      setVisible(this.legend, false);
       return;
     }
     this.place(width);
     this.plot.style.height = `${this.height}px`;
     const pen = new CanvasPen(this.canvas, width, this.height);
-    this.colours = this.coloursNow();
-    this.blocks.forEach(({ x, y, name }) => pen.text(x, y - 8, name, { color: color("dim"), size: 10 }));
+    this.colors = this.colorsNow();
+    for (const { x, y, name, align = "left" } of this.labels)
+      pen.text(x, y, name, { color: color("dim"), size: 10, align });
     this.ranks.forEach((rank, at) => this.drawRank(pen, rank, this.boxes[at]));
     this.plot.setAttribute("aria-label", summaryOf(this.ranks, this.replaced));
+    this.showLegend();
   }
 
-  /** Where every rank is drawn: as large as fits. */
+  /** Where every rank is drawn, as large as fits, and the names of the axes. */
   place(width) {
     const count = (name) => 1 + this.ranks.reduce((most, rank) => Math.max(most, rank[name]), 0);
     const [tensor, stages, replicas, contexts] = ["tensor", "pipeline", "data", "context"].map(count);
-    const lines = tensor * contexts;
-    const labels = replicas > 1 && replicas <= 64 ? 16 : 0;
-    const gap = 10;
+    const [rows, gap] = [tensor * contexts, 10];
     let side = Math.min(
       LARGEST,
       Math.max(SMALLEST, Math.floor(Math.sqrt((width * (this.compact ? 200 : 420)) / (this.ranks.length * 1.4)))),
     );
-    side = Math.max(SMALLEST, Math.min(side, Math.floor((width - gap) / stages)));
-    const block = stages * side + gap;
-    const across = Math.max(1, Math.min(replicas, Math.floor((width + gap) / block)));
-    const tall = lines * side + gap + labels;
+    const labelled = side >= LEAST_LABELLED && replicas <= 64;
+    const [left, top] = labelled ? [MARGIN, 30] : [0, 0];
+    side = Math.max(SMALLEST, Math.min(side, Math.floor((width - gap - left) / stages)));
+    const block = Math.max(stages * side + gap, labelled ? LEAST_BLOCK : 0);
+    const across = Math.max(1, Math.min(replicas, Math.floor((width + gap - left) / block)));
+    const tall = rows * side + gap + top;
     this.side = side;
     this.height = Math.ceil(replicas / across) * tall + 2;
-    const corner = (replica) => [(replica % across) * block, Math.floor(replica / across) * tall + labels];
-    this.blocks = labels
-      ? [...Array(replicas).keys()].map((replica) => ({
-          x: corner(replica)[0],
-          y: corner(replica)[1],
-          name: `replica ${replica}`,
-        }))
+    const corner = (replica) => [left + (replica % across) * block, Math.floor(replica / across) * tall + top];
+    this.labels = labelled
+      ? [...Array(replicas).keys()].flatMap((replica) => axisLabels(replica, ...corner(replica)))
       : [];
     this.boxes = this.ranks.map((rank) => {
       const [x, y] = corner(rank.data);
       return { x: x + rank.pipeline * side, y: y + (rank.context * tensor + rank.tensor) * side };
     });
+
+    function axisLabels(replica, x, y) {
+      const names = [{ x, y: y - 23, name: `replica ${replica}` }];
+      for (let stage = 0; stage < stages; stage += 1)
+        names.push({
+          x: x + (stage + 0.5) * side - 1,
+          y: y - 8,
+          name: `${side >= 40 ? "stage " : ""}${stage}`,
+          align: "center",
+        });
+      for (let row = 0; row < rows && replica % across === 0; row += 1) {
+        const context = contexts > 1 ? `c${Math.floor(row / tensor)} ` : "";
+        names.push({ x: x - 6, y: y + (row + 0.5) * side, name: `${context}tensor ${row % tensor}`, align: "right" });
+      }
+      return names;
+    }
   }
 
   drawRank(pen, rank, { x, y }) {
-    const [fill, alpha] = this.colourOf(rank);
+    const [shade, alpha] = this.colorOf(rank);
     const inner = this.side - (this.side > 9 ? 2 : 1);
-    pen.rectangle(x, y, inner, inner, { color: fill, alpha });
-    if (rank.straggler || this.chosen === rank.rank)
-      pen.outline(x + 0.5, y + 0.5, inner - 1, inner - 1, {
-        color: color(this.chosen === rank.rank ? "ink" : "bad"),
-        thickness: 2,
+    pen.rectangle(x, y, inner, inner, { color: shade, alpha });
+    const replaced = this.replaced.get(rank.rank);
+    if (rank.straggler || replaced || this.chosen === rank.rank)
+      pen.outline(x + 1, y + 1, inner - 2, inner - 2, {
+        color: color(this.chosen === rank.rank ? "ink" : rank.straggler ? "bad" : "busy"),
+        thickness: this.side > 9 ? 3 : 1.5,
       });
-    if (this.side >= 22)
-      pen.text(x + inner / 2, y + inner / 2, String(rank.rank), {
-        color: color("ink"),
-        size: this.side >= 40 ? 13 : 10,
-        align: "center",
-      });
+    if (this.side < 22) return;
+    const ink = inkOn(shade, alpha);
+    pen.text(x + inner / 2, y + inner / 2, String(rank.rank), {
+      color: ink,
+      size: this.side >= 40 ? 13 : 10,
+      align: "center",
+    });
+    if (replaced && this.side >= 34)
+      pen.text(x + inner - 5, y + 11, `↻${replaced.count}`, { color: ink, size: 10, align: "right" });
   }
 
-  /** What the colour of a rank depends on beside itself. */
-  coloursNow() {
-    const { value } = COLOURINGS[this.colouring];
+  /** What the color of a rank depends on beside itself. */
+  colorsNow() {
+    const { value } = COLORINGS[this.coloring];
     return {
       value,
       range: value ? this.range(value) : null,
@@ -138,16 +167,20 @@ export class RankGrid {
     };
   }
 
-  colourOf(rank) {
-    if (this.replaced.has(rank.rank)) return [color("bad"), 0.85];
-    if (rank.state === "exited") return [this.colours.exited, 0.85];
+  colorOf(rank) {
+    if (rank.state === "exited") return [this.colors.exited, 0.85];
     if (rank.state !== "running") return [color("busy"), 0.6];
-    const { value, range } = this.colours;
+    const { value, range } = this.colors;
     if (!value) return rank.straggler ? [color("warn"), 0.8] : [color("good"), 0.55];
     const [low, high] = range;
     const share = (value(rank) - low) / (high - low);
     if (!Number.isFinite(share)) return [color("track"), 1];
-    return [share > 0.66 && this.colouring !== "memory" ? color("warn") : color("active"), 0.15 + 0.8 * share];
+    return this.shadeOf(share);
+  }
+
+  /** For a number that is `share` of the way from the least to the most. */
+  shadeOf(share) {
+    return [color(share > 0.66 && this.coloring !== "memory" ? "warn" : "active"), 0.15 + 0.8 * share];
   }
 
   range(value) {
@@ -165,22 +198,55 @@ export class RankGrid {
     return at < 0 ? null : this.ranks[at];
   }
 
+  /** What the colors and marks mean that are to be seen now. */
+  showLegend() {
+    const [{ label, format }, { value, range }] = [COLORINGS[this.coloring], this.colors];
+    const some = (test) => this.ranks.some(test);
+    const running = some((rank) => rank.state === "running");
+    const entries = [];
+    if (!value && running) entries.push(["running", color("good"), 0.55]);
+    if (value && running)
+      for (const share of [0, 0.33, 0.66, 1]) {
+        const [shade, alpha] = this.shadeOf(share);
+        entries.push([
+          `${share === 0 ? `${label}: ` : ""}${format(range[0] + share * (range[1] - range[0]))}`,
+          shade,
+          alpha,
+        ]);
+      }
+    if (some((rank) => rank.state === "exited")) entries.push([running ? "dead" : "exited", this.colors.exited, 0.85]);
+    if (some((rank) => !["running", "exited"].includes(rank.state))) entries.push(["starting", color("busy"), 0.6]);
+    if (!value && some((rank) => rank.straggler)) entries.push(["slow", color("warn"), 0.8]);
+    const outlined = this.replaced.size ? [["replaced (↻ how often)", "busy"]] : [];
+    setVisible(this.legend, !this.compact || entries.length + outlined.length > 1);
+    fill(
+      this.legend,
+      entries.map(([text, background, opacity]) =>
+        h("span", { class: "legend-entry" }, h("i", { class: "swatch", style: { background, opacity } }), text),
+      ),
+      outlined.map(([text, shade]) =>
+        h(
+          "span",
+          { class: "legend-entry" },
+          h("i", { class: "swatch", style: { border: `2px solid ${color(shade)}` } }),
+          text,
+        ),
+      ),
+    );
+  }
+
   hover(event) {
     const rank = this.rankAt(event);
     setVisible(this.tip, rank !== null);
     if (rank === null) return;
-    const cause = this.replaced.get(rank.rank);
-    setText(
-      this.tip,
-      [...describe(rank, this.usual), cause ? `just replaced: ${cause}` : ""].filter(Boolean).join("\n"),
-    );
-    const box = this.plot.getBoundingClientRect();
-    const left = event.clientX - box.left;
-    const onRight = left < box.width / 2;
+    const replaced = this.replaced.get(rank.rank);
+    setText(this.tip, [...describe(rank, this.usual), replaced ? saidOf(replaced) : ""].filter(Boolean).join("\n"));
+    const { x, y } = this.boxes[this.ranks.indexOf(rank)];
+    const ends = Math.max(...this.boxes.map((box) => box.x)) + this.side + 14;
+    const beside = this.plot.clientWidth - ends > TIP_WIDTH; // so that no other rank is covered
     Object.assign(this.tip.style, {
-      top: `${event.clientY - box.top + 12}px`,
-      left: onRight ? `${left + 12}px` : "auto",
-      right: onRight ? "auto" : `${box.width - left + 12}px`,
+      left: beside ? `${ends}px` : `${Math.max(0, Math.min(x, this.plot.clientWidth - TIP_WIDTH))}px`,
+      top: beside ? `${y}px` : `${this.height + 4}px`,
     });
   }
 
@@ -233,13 +299,29 @@ export function describe(rank, usual) {
   ].filter(Boolean);
 }
 
+/** By rank, how often a job's recoveries gave it another process, when they last did, and why. */
+export function replacements(recoveries) {
+  const found = new Map();
+  for (const { forked, time, cause } of recoveries)
+    for (const rank of forked) found.set(rank, { count: (found.get(rank)?.count ?? 0) + 1, time, cause });
+  return found;
+}
+
+function saidOf({ count, time, cause }) {
+  return `replaced ${count === 1 ? "once" : `${count} times`}, last at ${clock(time)}: ${cause}`;
+}
+
 function summaryOf(ranks, replaced) {
-  if (ranks.length === 0) return "No ranks have been placed yet.";
+  if (ranks.length === 0) return NOBODY;
   const states = new Map();
   for (const rank of ranks) states.set(rank.state, (states.get(rank.state) ?? 0) + 1);
   const counts = [...states].map(([state, count]) => `${count} ${state}`).join(", ");
   const nodes = new Set(ranks.map((rank) => rank.node).filter(Boolean)).size;
-  const slow = ranks.filter((rank) => rank.straggler).map((rank) => rank.rank);
-  const fresh = [...replaced.keys()].sort((one, other) => one - other).join(", ");
-  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow.length ? `; slow: ${slow.join(", ")}` : ""}${fresh ? `; just replaced: ${fresh}` : ""}. Columns are pipeline stages, lines tensor ranks.`;
+  const some = (numbers) => {
+    const sorted = [...numbers].sort((one, other) => one - other);
+    return `${sorted.slice(0, MOST_NAMED).join(", ")}${sorted.length > MOST_NAMED ? " ..." : ""}`;
+  };
+  const slow = some(ranks.filter((rank) => rank.straggler).map((rank) => rank.rank));
+  const fresh = some(replaced.keys());
+  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow ? `; slow: ${slow}` : ""}${fresh ? `; replaced by recoveries: ${fresh}` : ""}. Columns are pipeline stages, rows are tensor ranks.`;
 }

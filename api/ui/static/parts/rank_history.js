@@ -1,20 +1,26 @@
-/** The ranks' own times over the last steps: a line of pixels a rank, so that a slow one is a stripe. */
+/** The ranks' own times over the last steps: a row of pixels for each rank, so that a slow one is a stripe. */
 
 import { get, optional } from "../core/api.js";
 import { color, onColorsChanged } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
-import { h, panel, setText, setVisible } from "../core/dom.js";
+import { fill, h, panel, setText, setVisible } from "../core/dom.js";
 import { duration, numberOf } from "../core/format.js";
 import { usualOf } from "./rank_grid.js";
 
 const [HEIGHT, LEFT, BOTTOM] = [220, 44, 18];
+const SLOW = 1.5; // times the median
+
+/** How an own time is drawn that is `ratio` times the median: the longer, the stronger, and red from SLOW on. */
+function shadeOf(ratio) {
+  return { shade: color(ratio >= SLOW ? "bad" : "active"), alpha: Math.max(0.06, Math.min(1, (ratio - 0.8) / 1.2)) };
+}
 
 /** A panel; `refresh(signal, ranks)` reads what is new. */
 export class RankHistory {
   constructor(id) {
     this.id = id;
     const { element, body } = panel("Own time by step", {
-      note: "a line a rank; the darker, the longer compared with the median of its stage in that step",
+      note: "a row for each rank, compared with the median of its stage in the same step",
     });
     this.canvas = h("canvas", { class: "lane-canvas" });
     this.tip = h("div", { class: "chart-tip", hidden: true });
@@ -31,7 +37,8 @@ export class RankHistory {
       this.tip,
     );
     this.plot.style.height = `${HEIGHT}px`;
-    body.append(this.plot);
+    this.legend = h("div", { class: "legend" });
+    body.append(this.plot, this.legend);
     this.element = element;
     setVisible(element, false);
     this.unwatch = onColorsChanged(() => this.draw());
@@ -62,13 +69,13 @@ export class RankHistory {
       row.forEach((seconds, rank) => {
         const ratio = seconds / this.usual[at].get(this.stages[rank]);
         if (!Number.isFinite(ratio)) return;
-        const alpha = Math.max(0.06, Math.min(1, (ratio - 0.8) / 1.2));
+        const { shade, alpha } = shadeOf(ratio);
         pen.rectangle(
           LEFT + at * this.box.w,
           rank * this.box.h,
           Math.ceil(this.box.w),
           Math.max(1, this.box.h - (this.box.h > 4 ? 1 : 0)),
-          { color: color(ratio >= 1.5 ? "bad" : "active"), alpha },
+          { color: shade, alpha },
         );
       }),
     );
@@ -78,8 +85,23 @@ export class RankHistory {
         align: "right",
         size: 10,
       });
+    this.showLegend();
     pen.text(LEFT, HEIGHT - 6, `step ${this.steps[0]}`, { color: color("dim"), size: 10 });
     pen.text(width, HEIGHT - 6, `step ${this.steps.at(-1)}`, { color: color("dim"), size: 10, align: "right" });
+  }
+
+  showLegend() {
+    const entries = [1, 1.2, SLOW, 2].map((ratio) => {
+      const { shade, alpha } = shadeOf(ratio);
+      const text = ratio === 1 ? "as the median" : `${ratio}${ratio === 2 ? " times or longer" : " times"}`;
+      return h(
+        "span",
+        { class: "legend-entry" },
+        h("i", { class: "swatch", style: { background: shade, opacity: alpha } }),
+        text,
+      );
+    });
+    fill(this.legend, entries);
   }
 
   hover(event) {

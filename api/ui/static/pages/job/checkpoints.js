@@ -137,11 +137,7 @@ export function create({ id, viewer, refreshNow }) {
       "Delete this checkpoint?",
       [
         newest
-          ? h(
-              "p",
-              { class: "kind tone-bad" },
-              "It is the newest: without a snapshot, the job's later work is lost.",
-            )
+          ? h("p", { class: "kind tone-bad" }, "It is the newest: without a snapshot, the job's later work is lost.")
           : null,
         h(
           "p",
@@ -150,7 +146,7 @@ export function create({ id, viewer, refreshNow }) {
         ),
         h("p", { class: "mono" }, checkpoint.path),
       ],
-      { yes: "Delete it", no: "Keep it", danger: true },
+      { yes: "Delete it", danger: true },
     );
     if (!yes) return;
     try {

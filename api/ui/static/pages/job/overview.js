@@ -1,14 +1,13 @@
 /** A job at a glance: its curves, what deserves attention, its ranks, where its time went, what happened last. */
 
 import { all, get } from "../../core/api.js";
-import { fill, h, panel, setText } from "../../core/dom.js";
+import { fill, h, marked, panel, setText } from "../../core/dom.js";
 import { link } from "../../core/router.js";
 import { attention } from "../../parts/attention.js";
 import { JobEvents, eventTable } from "../../parts/events.js";
 import { JobCharts, marksOf } from "../../parts/job_charts.js";
 import { ledgerBar } from "../../parts/ledger_bar.js";
-import { RankGrid } from "../../parts/rank_grid.js";
-import { Replaced } from "../../parts/replaced.js";
+import { RankGrid, replacements } from "../../parts/rank_grid.js";
 import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
 
 const EVENTS = 12;
@@ -27,7 +26,6 @@ export function create({ id, job }) {
     eventTable(),
   ];
   const more = (tab, text) => h("a", { href: link(`/jobs/${id}/${tab}`) }, text);
-  const replaced = new Replaced();
   const notes = h("ul", { class: "attention" });
   const cpu = h("p", { class: "note" });
   const ranks = panel("Ranks", { controls: [more("ranks", "all about the ranks")] });
@@ -56,8 +54,7 @@ export function create({ id, job }) {
       get(`/v1/jobs/${id}/ledger`, {}, { signal }),
       all(`/v1/jobs/${id}/recoveries`, {}, Infinity, { signal }),
     ]);
-    replaced.note(failed);
-    grid.show(places.items, replaced.causes());
+    grid.show(places.items, replacements(failed));
     setText(cpu, places.items.some((rank) => rank.device === "cpu") ? CPU_NOTE : "");
     ledger.show(spent);
     setText(failures.note, costSentence(failed));
@@ -65,7 +62,7 @@ export function create({ id, job }) {
     fill(
       notes,
       attention(now, places.items, events.items).map(({ text, tone, tab }) =>
-        h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "look") : null),
+        h("li", { class: `tone-${tone}` }, marked(text), " ", tab ? more(tab, "look") : null),
       ),
     );
   }

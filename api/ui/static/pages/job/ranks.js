@@ -2,16 +2,17 @@
 
 import { all, get } from "../../core/api.js";
 import { fill, h, panel, setAttribute, setText, setVisible, table, KeyedRows } from "../../core/dom.js";
-import { bytes, clock, duration, nodeName, number, numberOf, sentence } from "../../core/format.js";
+import { bytes, clock, duration, nodeName, number, numberOf, sentence, utc } from "../../core/format.js";
 import { link } from "../../core/router.js";
 import { slownessOf } from "../../parts/attention.js";
-import { COLOURINGS, RankGrid, describe, usualOf } from "../../parts/rank_grid.js";
-import { Replaced } from "../../parts/replaced.js";
+import { COLORINGS, RankGrid, describe, replacements, usualOf } from "../../parts/rank_grid.js";
 import { RankHistory } from "../../parts/rank_history.js";
 
 const MOST_ROWS = 256;
 const MOST_ASKED = 64; // ranks of a job whose agents are asked again and again; of larger ones when somebody wants it
 const STANDS_STILL_STEPS = 5;
+const OWN_AND_WAIT =
+  "Own time: the part of a step in which a rank works. Wait: the part in which it waits for other ranks. A rank with a longer own time than its peers makes them wait.";
 
 /** The tab. */
 export function create({ id }) {
@@ -23,30 +24,43 @@ class RanksTab {
     this.id = id;
     this.grid = new RankGrid({ onPick: (rank) => this.pick(rank) });
     this.history = new RankHistory(id);
-    this.replaced = new Replaced();
+    this.replaced = new Map();
     this.verdict = h("p", { class: "verdict" });
     this.detail = h(
       "div",
       { class: "rank-detail" },
       h("p", { class: "note" }, "Click a rank for its coordinates, log and stack."),
     );
-    const colour = h(
+    const coloring = h(
       "select",
-      { "aria-label": "Colour by", onchange: (event) => this.grid.colourBy(event.target.value) },
-      Object.entries(COLOURINGS).map(([name, { label }]) => h("option", { value: name }, `colour: ${label}`)),
+      { "aria-label": "Color by", onchange: (event) => this.grid.colorBy(event.target.value) },
+      Object.entries(COLORINGS).map(([name, { label }]) => h("option", { value: name }, `color: ${label}`)),
     );
-    const grid = panel("Grid", { controls: [colour] });
-    grid.body.append(this.verdict, this.grid.element);
+    const grid = panel("Grid", { controls: [coloring] });
+    grid.body.append(this.verdict, this.grid.element, h("p", { class: "note" }, OWN_AND_WAIT));
     const detail = panel("Rank");
     detail.body.append(this.detail);
-    this.waits = panel("Which rank waits for which", {
-      controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Ask now")],
+    this.waits = panel("Who waits for whom", {
+      controls: [h("button", { class: "button", onclick: () => this.askWaits() }, "Sample now")],
     });
-    this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "The ranks have not been queried yet."));
+    this.waitsBody = h("div", {}, h("p", { class: "empty-note" }, "Not sampled yet."));
     this.waits.body.append(this.waitsBody);
     const list = panel("All ranks");
     const { element, body } = table(
-      ["Rank", "Tensor", "Stage", "Replica", "State", "Own time", "Waits", "Memory", "Node", "Device", "Pid", "Gen."],
+      [
+        "Rank",
+        "Tensor",
+        "Stage",
+        "Replica",
+        "State",
+        "Own time",
+        "Wait",
+        "Memory",
+        "Node",
+        "Device",
+        "PID",
+        "Replaced",
+      ],
       { label: "Ranks" },
     );
     this.note = h("p", { class: "note" });
@@ -86,7 +100,7 @@ class RanksTab {
           nodeName(now.node),
           now.device ?? "–",
           now.pid ?? "–",
-          now.generation,
+          this.replaced.get(now.rank)?.count ?? 0,
         ];
         texts.forEach((text, place) => setText(cells[place + 1], String(text)));
         setAttribute(cells[8], "title", now.node);
@@ -96,10 +110,10 @@ class RanksTab {
 
   async refresh(signal, job, moved) {
     this.ranks = (await get(`/v1/jobs/${this.id}/ranks`, {}, { signal })).items;
-    if (moved) this.replaced.note(await all(`/v1/jobs/${this.id}/recoveries`, {}, 1000, { signal }));
+    if (moved) this.replaced = replacements(await all(`/v1/jobs/${this.id}/recoveries`, {}, 1000, { signal }));
     this.byNumber = new Map(this.ranks.map((rank) => [rank.rank, rank]));
     this.usual = usualOf(this.ranks);
-    this.grid.show(this.ranks, this.replaced.causes());
+    this.grid.show(this.ranks, this.replaced);
     setText(this.verdict, this.verdictText());
     this.rows.show(this.ranks.slice(0, MOST_ROWS));
     setText(
@@ -109,6 +123,7 @@ class RanksTab {
         : "",
     );
     if (moved && this.wantsWaits(job)) await this.askWaits(signal);
+    else this.dateWaits(job);
     if (moved) await this.history.refresh(signal, this.ranks);
   }
 
@@ -119,14 +134,14 @@ class RanksTab {
         `${slow.straggler.sentence}, on node ${nodeName(slow.node)} (${slow.device ?? "–"}, pid ${slow.pid ?? "–"})`,
       );
     const known = this.ranks.filter((rank) => Number.isFinite(rank.own_seconds));
-    if (known.length === 0) return "No step times of individual ranks have been reported yet.";
+    if (known.length === 0) return "No timing data yet.";
     const worst = known.reduce((one, other) =>
       other.own_seconds / this.usual.get(other.pipeline) > one.own_seconds / this.usual.get(one.pipeline) ? other : one,
     );
     return `No rank is persistently slower than its peers. Slowest relative to its stage: rank ${worst.rank}; ${slownessOf(worst, this.usual.get(worst.pipeline))}.`;
   }
 
-  /** Whether the agents are asked without being told to: they are few, or the job seems to stand still. */
+  /** Whether the agents are asked without being told to: there are few of them, or the job seems to stand still. */
   wantsWaits(job) {
     if (job.step !== this.step) [this.step, this.since] = [job.step, Date.now()];
     const usual = 1000 * (numberOf(job.metrics.latest.step_seconds) || 60);
@@ -145,7 +160,17 @@ class RanksTab {
     if (waits) this.showWaits(waits);
   }
 
+  /** Say from when the answer is, and whether the job has left the state in which it was given. */
+  dateWaits(job) {
+    if (!this.waitsAt) return;
+    const old = job.state === "RUNNING" ? "" : `; the job is ${job.state} now`;
+    setText(this.waits.note, `sampled at ${clock(this.waitsAt)}${old}`);
+    setAttribute(this.waits.note, "title", utc(this.waitsAt));
+  }
+
   showWaits(waits) {
+    this.waitsAt = waits.at;
+    this.dateWaits({ state: "RUNNING" });
     const line = (rank) =>
       h(
         "tr",
@@ -161,13 +186,12 @@ class RanksTab {
             : "no rank",
         ),
       );
-    const { element, body } = table(["Rank", "Does", "Since", "Waits for"], { label: "Which rank waits for which" });
+    const { element, body } = table(["Rank", "Doing", "For", "Waits for"], { label: "Who waits for whom" });
     fill(body, waits.ranks.slice(0, 64).map(line));
     fill(
       this.waitsBody,
       h("p", { class: waits.culprits.length ? "kind tone-bad" : "" }, `${waits.sentence}.`),
       h("div", { class: "tall" }, element),
-      h("p", { class: "note" }, `as of ${clock(waits.at, false)}`),
     );
   }
 
@@ -175,7 +199,7 @@ class RanksTab {
     const stack = h("pre", { class: "stack", hidden: true, tabindex: "0" });
     const show = async () => {
       setVisible(stack, true);
-      setText(stack, "requesting the stack ...");
+      setText(stack, "Requesting the stack ...");
       const answer = await get(`/v1/jobs/${this.id}/ranks/${rank.rank}/stack`).catch((error) => ({
         text: error.message,
       }));
@@ -187,8 +211,8 @@ class RanksTab {
       h(
         "div",
         { class: "toolbar" },
-        h("a", { class: "button", href: link(`/jobs/${this.id}/logs`, { rank: rank.rank }) }, "Its log"),
-        h("button", { class: "button", onclick: show }, "Its stack now"),
+        h("a", { class: "button", href: link(`/jobs/${this.id}/logs`, { rank: rank.rank }) }, "Log"),
+        h("button", { class: "button", onclick: show }, "Current stack"),
       ),
       stack,
     );

@@ -4,31 +4,32 @@ import { address, get, optional, send } from "../../core/api.js";
 import { Lanes } from "../../charts/lanes.js";
 import { download } from "../../core/download.js";
 import { fill, h, panel, setAttribute, setText, setVisible } from "../../core/dom.js";
-import { age, clock, counted, duration, number, percent } from "../../core/format.js";
+import { ago, clock, counted, duration, number, percent, utc, words } from "../../core/format.js";
 import { notify } from "../../core/notices.js";
 import { may } from "../../core/shell.js";
 import { budgetTable } from "../../parts/budget_table.js";
 import { PartsChart } from "../../parts/parts_chart.js";
 import { planTable } from "../../parts/plan_table.js";
-import { lanesOf, rangeOf } from "../../parts/trace_lanes.js";
+import { lanesOf, rangeOf, traceLegend } from "../../parts/trace_lanes.js";
 
 const MOST_STEPS = 20;
+const HINT = "Click the lanes; then the wheel or + and - zoom, drag moves, double-click shows everything.";
 
 /** The tab. */
-export function create({ id, job, viewer, refreshNow }) {
-  return new StepTab(id, job, viewer, refreshNow);
+export function create(context) {
+  return new StepTab(context);
 }
 
 class StepTab {
-  constructor(id, job, viewer, refreshNow) {
+  constructor({ id, job, viewer, refreshNow, facts }) {
     Object.assign(this, { id, refreshNow, shownTrace: null });
     this.budget = budgetTable();
     this.source = h(
       "select",
       { "aria-label": "Measured from", onchange: () => this.refreshNow() },
       [
-        ["", "newest trace, else phases"],
-        ["phases", "phases timed during training"],
+        ["", "newest trace, else steps timed in parts"],
+        ["phases", "steps timed in parts during training"],
         ["trace", "newest trace"],
       ].map(([value, text]) => h("option", { value }, text)),
     );
@@ -37,11 +38,15 @@ class StepTab {
     const plan = panel("Planned and measured");
     plan.body.append(this.plan.element);
     [this.budgetNote, this.budgetPanel] = [budget.note, budget];
-    this.noBudget = h("p", { class: "empty-note" }, "There are no measurements yet.");
-    budget.body.append(this.noBudget, this.budget.element);
-    const trace = panel("A step, traced");
+    this.noBudget = h("p", { class: "empty-note" }, "No parts measured yet. Trace a step to see where its time goes.");
+    budget.body.append(this.noBudget, this.budget.element, whyTimesDiffer());
+    const trace = panel("A traced step");
     this.steps = h("input", { type: "number", min: 1, max: MOST_STEPS, value: 1, "aria-label": "Steps to trace" });
-    this.profiled = h("input", { placeholder: "ranks, as 0, 3", size: 12, "aria-label": "Ranks for torch's profiler" });
+    this.profiled = h("input", {
+      placeholder: "ranks, such as 0, 3",
+      size: 12,
+      "aria-label": "Ranks for torch's profiler",
+    });
     this.ask = h("button", { class: "button primary", onclick: () => this.request() }, "Trace the next step");
     this.choice = h("select", { "aria-label": "Trace", onchange: (event) => this.choose(event.target.value) });
     this.state = h("span", { class: "note", role: "status" });
@@ -51,15 +56,17 @@ class StepTab {
       new Lanes("Every action of every rank", { format: duration, onView: (view) => this.sync(view) }),
       new Lanes("The same step as planned", { format: duration }),
     ];
-    this.plannedHead = h("h3", { hidden: true }, "The same step as the planner sees it");
+    this.legend = h("div", { class: "legend" });
+    this.hint = h("p", { class: "note", hidden: true }, HINT);
+    this.plannedHead = h("h3", { class: "lane-head", hidden: true }, "The same step as planned, on its own time scale");
     setVisible(this.lanes.element, false);
     setVisible(this.planned.element, false);
     trace.body.append(
       h(
         "div",
         { class: "toolbar" },
-        h("label", { class: "inline" }, "steps", this.steps),
-        h("label", { class: "inline" }, "torch profiler on", this.profiled),
+        h("label", { class: "inline" }, "Steps", this.steps),
+        h("label", { class: "inline" }, "Torch profiler on", this.profiled),
         this.ask,
         this.choice,
         this.state,
@@ -67,16 +74,11 @@ class StepTab {
         this.tools,
       ),
       this.facts,
-      this.lanes.element,
-      this.plannedHead,
-      this.planned.element,
-      h(
-        "p",
-        { class: "note" },
-        "Colours are stages (light: forward, full: backward), numbers micro-batches; thin bars are communication and the like; what is empty is waiting; red below: the critical path. Click, then wheel or + and - zoom, drag moves, double-click shows all.",
-      ),
+      this.legend,
+      h("div", { class: "scroll lane-scroll" }, this.lanes.element, this.plannedHead, this.planned.element),
+      this.hint,
     );
-    this.parts = new PartsChart(id, job.spec.train?.time_parts_every ?? 0);
+    this.parts = new PartsChart(id, facts.step_parts, job.spec.train?.time_parts_every ?? 0);
     this.element = h(
       "div",
       {},
@@ -87,7 +89,10 @@ class StepTab {
   }
 
   sync(view) {
-    if (this.planned.whole) this.planned.look(view);
+    if (!this.planned.whole) return;
+    const [[from, to], [start, end]] = [this.lanes.whole, this.planned.whole];
+    const across = (at) => start + ((at - from) / (to - from)) * (end - start);
+    this.planned.look(view && view.map(across));
   }
 
   async request() {
@@ -132,13 +137,12 @@ class StepTab {
   }
 
   showBudget(budget, job) {
-    setVisible(this.noBudget, !budget?.parts?.length);
+    const known = Boolean(budget?.parts?.length && budget.divided);
+    setVisible(this.noBudget, !known);
+    setVisible(this.budget.element, known);
     if (!budget?.parts?.length) return;
     const mfu = job.metrics.latest.mfu_full;
-    setText(
-      this.budgetNote,
-      `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; measured from ${budget.measured_from === "phases" ? "phases" : `trace ${budget.measured_from}`}`,
-    );
+    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; ${sourceOf(budget)}`);
     this.budget.show(budget);
   }
 
@@ -147,7 +151,7 @@ class StepTab {
     if (text === this.choices) return;
     this.choices = text;
     const name = (trace) =>
-      `step ${number(trace.first_step ?? 0)}${trace.steps > 1 ? ` and ${trace.steps - 1} more` : ""}, ${trace.state}, ${age(trace.requested_at)}`;
+      `step ${number(trace.first_step ?? 0)}${trace.steps > 1 ? ` and ${trace.steps - 1} more` : ""}, ${trace.state}, ${ago(trace.requested_at)}`;
     fill(
       this.choice,
       this.traces.map((trace) => h("option", { value: trace.id, selected: trace.id === this.shownTrace }, name(trace))),
@@ -174,12 +178,15 @@ class StepTab {
     const lanes = lanesOf(trace);
     const range = rangeOf(lanes);
     setVisible(this.lanes.element, true);
+    setVisible(this.hint, true);
     this.lanes.show(lanes, range);
     const planned = trace.planned?.ranks ? lanesOf(trace.planned, { prefix: "plan, rank" }) : null;
     setVisible(this.plannedHead, Boolean(planned));
     setVisible(this.planned.element, Boolean(planned));
-    if (planned) this.planned.show(planned, [range[0], Math.max(range[1], rangeOf(planned)[1])]);
+    if (planned) this.planned.show(planned, rangeOf(planned));
+    fill(this.legend, traceLegend(trace));
     setText(this.facts, factsOf(trace));
+    setAttribute(this.facts, "title", utc(trace.requested_at));
     const file = address(`/v1/jobs/${this.id}/traces/${traceId}/perfetto`);
     fill(
       this.tools,
@@ -218,6 +225,25 @@ class StepTab {
   }
 }
 
+/** Why a plan, a median and a trace have three step times. */
+function whyTimesDiffer() {
+  return h(
+    "details",
+    {},
+    h("summary", {}, "Why do the step times on this page differ?"),
+    h(
+      "p",
+      { class: "note" },
+      "They are of different steps. Planned: the planner's estimate, before the job ran. Measured, in the table: the median of the first settled steps of this generation. Here and in the lanes: the traced steps, or the steps timed in parts; timing a step makes it a little slower, and single steps vary.",
+    ),
+  );
+}
+
+function sourceOf(budget) {
+  if (!budget.divided) return "mean of the newest steps";
+  return budget.measured_from === "phases" ? "from steps timed in parts" : `from ${words(budget.measured_from)}`;
+}
+
 function factsOf(trace) {
   const bubble = trace.bubble?.mean;
   return [
@@ -227,7 +253,7 @@ function factsOf(trace) {
       : `bubble ${percent(bubble)}${trace.planned ? ` (planned ${percent(trace.planned.bubble.mean)})` : ""}`,
     trace.clock.error_seconds === null
       ? ""
-      : `clocks agree within ${duration(trace.clock.error_seconds)}; times are ${trace.clock.device ? "the devices'" : "the hosts'"}`,
+      : `${trace.clock.error_seconds ? `clocks agree within ${duration(trace.clock.error_seconds)}; ` : ""}timed on the ${trace.clock.device ? "devices" : "hosts"}`,
     trace.message ?? "",
   ]
     .filter(Boolean)
