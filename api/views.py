@@ -57,25 +57,24 @@ def job_views(reader: Reader, some: Sequence[LikeJob]) -> list[schemas.Job]:
     """Jobs, with as many queries as for one."""
     started = [job for job in some if job.generation]  # the others have not computed anything yet
     books = ledgers.of_jobs(reader, started, time.time()) if started else {}
-    goodput = {job_id: book.goodput for job_id, book in books.items()}
     places = jobs.queue_positions(reader, some)
-    training = [job for job in some if job.state in _WITH_ETA and job.step > 0]
-    seconds = metrics.recent_step_seconds(reader, training)
-    return [_job_view(job, goodput.get(job.id), places.get(job.id), seconds.get(job.id)) for job in some]
+    means = metrics.means(reader, [job for job in started if job.step > 0])
+    return [_job_view(job, books.get(job.id), places.get(job.id), means.get(job.id, {})) for job in some]
 
 
-def _job_view(job: LikeJob, goodput: float | None, place: int | None, step_seconds: float | None) -> schemas.Job:
-    eta = None if step_seconds is None else step_seconds * (job.steps - job.step)
+def _job_view(job: LikeJob, book: Ledger | None, place: int | None, means: Mapping[str, float]) -> schemas.Job:
     known = dict.fromkeys(("step", *tables.METRIC_NAMES))
+    step_seconds = means.get("step_seconds") if job.state in _WITH_ETA else None
     return answer(
         schemas.Job,
         job,
         etag=f'"{jobs.version_of(job)}"',
         labels=jobs.labels_of(job),
-        eta_seconds=eta,
+        eta_seconds=None if step_seconds is None else step_seconds * (job.steps - job.step),
         parallel=_layout_in_use(job),
-        metrics=schemas.LatestMetrics(latest={**known, **job.metrics}),
-        goodput=goodput,
+        metrics=schemas.LatestMetrics(latest={**known, **job.metrics}, mean={**dict.fromkeys(metrics.MEANS), **means}),
+        goodput=None if book is None else book.goodput,
+        running_seconds=None if book is None else book.running_seconds,
         queue=schemas.Queue(position=place, waiting_for=job.waiting_for),
     )
 

@@ -101,9 +101,13 @@ class Ledger:
     @property
     def goodput(self) -> float | None:
         """Compute / (wall - queue - pause), 0 to 1; None before the first committed step."""
-        able = self.wall_seconds - self.seconds["queue"] - self.seconds["pause"]
-        compute = self.seconds["compute"]
+        able, compute = self.running_seconds, self.seconds["compute"]
         return min(1.0, compute / able) if compute > 0 and able > 0 else None
+
+    @property
+    def running_seconds(self) -> float:
+        """Without the queue and pauses."""
+        return self.wall_seconds - self.seconds["queue"] - self.seconds["pause"]
 
 
 Label = LedgerClass | int | None

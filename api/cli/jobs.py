@@ -19,7 +19,6 @@ from manta.workers.protocol.json_codec import spell
 
 MAX_COMPARED = 1000
 """Maximum number of jobs with a label: the length of a page of the list."""
-FIGURES = ("loss", "validation_loss", "tokens_per_second")
 _ABSENT = object()
 
 Filters = Annotated[
@@ -183,13 +182,21 @@ def _values(section: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
+def _figures(job: Job) -> dict[str, float | None]:
+    speed = "tokens_per_second"
+    return {
+        **{name: job.metrics.latest.get(name) for name in ("loss", "validation_loss")},
+        speed: job.metrics.mean.get(speed),
+    }
+
+
 def _row(job: Job, differences: dict[str, Any]) -> dict[str, Any]:
     about = {"id": job.id, "name": job.name, "state": job.state, "step": job.step, "steps": job.steps}
-    return {**about, **{name: job.metrics.latest.get(name) for name in FIGURES}, "differences": differences}
+    return {**about, **_figures(job), "differences": differences}
 
 
 def _cells(job: Job, differences: dict[str, Any]) -> tuple[Any, ...]:
-    loss, validation, speed = (job.metrics.latest.get(name) for name in FIGURES)
+    loss, validation, speed = _figures(job).values()
     figures = (render.figure(loss, 4), render.figure(validation, 4), render.figure(speed, 0))
     shown = (render.format_value(difference) for difference in differences.values())
     return (job.id, job.name, job.state, f"{job.step}/{job.steps}", *figures, *shown)

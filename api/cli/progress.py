@@ -54,12 +54,12 @@ def progress_line(job: Job) -> str:
     """A job's progress in one line."""
     filled = _BAR_WIDTH * job.step // job.steps
     bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-    latest = job.metrics.latest
+    latest, mean = job.metrics.latest, job.metrics.mean
     parts = [
         f"{job.state:<10} [{bar}] {job.step}/{job.steps}",
         f"loss {figure(latest.get('loss'), 4)}",
-        f"{figure(latest.get('tokens_per_second'), 0)} tokens/s",
-        f"MFU {percent(latest.get('mfu_full'))}",
+        f"{figure(mean.get('tokens_per_second'), 0)} tokens/s",
+        f"MFU {percent(mean.get('mfu_full'))}",
         f"ETA {duration(job.eta_seconds)}",
     ]
     if job.restarts:

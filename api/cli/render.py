@@ -66,7 +66,7 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
             job.state,
             f"{job.step}/{job.steps}",
             figure(job.metrics.latest.get("loss"), 4),
-            figure(job.metrics.latest.get("tokens_per_second"), 0),
+            figure(job.metrics.mean.get("tokens_per_second"), 0),
             layout_name(job.parallel),
             job.restarts,
             moment(job.created_at),
@@ -80,7 +80,7 @@ def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = Fal
 
 def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = None) -> None:
     """Output of `manta status`."""
-    latest, number = job.metrics.latest, job.parallel.get("world_size")
+    latest, mean, number = job.metrics.latest, job.metrics.mean, job.parallel.get("world_size")
     ranks = "- ranks" if number is None else counted(number, "rank")
     lines = {
         "job": f"{job.id} ({job.name})",
@@ -92,7 +92,7 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
             f"validation loss {name}": figure(latest.get(metric), 4)
             for name, metric in metric_names.validation_losses(job.spec).items()
         },
-        "MFU, attention in full / causal": f"{percent(latest.get('mfu_full'))} / {percent(latest.get('mfu_causal'))}",
+        "MFU, attention in full / causal": f"{percent(mean.get('mfu_full'))} / {percent(mean.get('mfu_causal'))}",
         "maximum memory of a rank": size(latest.get("memory_bytes")),
         "goodput": percent(job.goodput),
         "maximum steps redone after a crash": figure(latest.get("snapshot_every_steps"), 0),

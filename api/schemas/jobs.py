@@ -127,10 +127,14 @@ JobSort = Literal["created", "name", "state", "step", "loss", "priority", "finis
 
 
 class LatestMetrics(Answer):
-    """Latest known value of each metric."""
+    """Metrics of a job as single numbers."""
 
     latest: dict[str, Number]
-    """By metric name, including `step`; null if not known yet."""
+    """The latest known value by metric name, including `step`; null if not known yet."""
+    mean: dict[str, Number] = Field({})
+    """Means of step_seconds, tokens_per_second, mfu_full, mfu_causal and hfu_full: over the last 20 steps, or over the
+    whole run of a job that is over (of some 256 steps of it), without the first step after each start; null if not
+    known yet."""
 
 
 class Queue(Answer):
@@ -181,6 +185,8 @@ class Job(Answer):
     """Latest metrics."""
     goodput: float | None
     """Compute / (wall - queue - pause) by the job's ledger, 0 to 1; null before the first committed step."""
+    running_seconds: float | None = None
+    """Time since it was submitted without the queue and pauses; null before its first start."""
     queue: Queue
     """Position in the queue."""
     created_at: Time

@@ -18,7 +18,7 @@ from manta.workers.data.roots import DataRoots
 JOB_KEYS = {
     "id", "project", "name", "state", "reason", "message", "spec", "step", "steps", "eta_seconds", "parallel",
     "generation", "restarts", "metrics", "goodput", "queue", "created_at", "started_at", "finished_at",
-    "memory_kept_until", "deletion_began_at", "etag", "labels", "owner",
+    "memory_kept_until", "deletion_began_at", "etag", "labels", "owner", "running_seconds",
 }  # fmt: skip
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}Z")
 

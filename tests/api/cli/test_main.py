@@ -40,7 +40,8 @@ def job(service):
         events.append(session, job_id, "told", "something [odd] happened", step=3)
 
     service.store.write(prepare)
-    service.report(job_id, [{"step": n, "loss": 3.5, "mfu_full": 0.25, "tokens_per_second": 1000} for n in (1, 2)])
+    row = {"loss": 3.5, "mfu_full": 0.25, "tokens_per_second": 1000, "step_seconds": 0.1}
+    service.report(job_id, [{**row, "step": n} for n in (1, 2)])
     folder = log_folder(service.control.home, job_id)
     folder.mkdir(parents=True)
     for rank in (0, 1):

@@ -14,7 +14,7 @@ def make_job(**changes):
     base = {
         "id": "job_000000000001", "name": "small", "state": "RUNNING", "reason": None, "message": None, "spec": {},
         "step": 50, "steps": 200, "eta_seconds": 75.2, "parallel": {}, "generation": 1, "restarts": 0,
-        "metrics": {"latest": {"loss": 2.34567, "tokens_per_second": 12345.6, "mfu_full": 0.1234}},
+        "metrics": {"latest": {"loss": 2.34567}, "mean": {"tokens_per_second": 12345.6, "mfu_full": 0.1234}},
         "goodput": 0.9, "queue": {}, "created_at": "2026-01-01T00:00:00Z", "started_at": None, "finished_at": None,
     }  # fmt: skip
     return Job.model_validate({**base, **changes})

@@ -208,13 +208,21 @@ def test_downsampling_works_without_losses(store, running, record):
     assert 5 <= len(drawn.steps) <= 10
 
 
-def test_step_time_is_the_average_of_recent_steps(store, running, record):
-    record(1, [{"step": 1, "step_seconds": 2.0}, {"step": 2, "step_seconds": 4.0}])
+def _means(store, job):
     with store.read() as session:
-        assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 3.0}
+        return metrics.means(session, [jobs.get(session, job.id)]).get(job.id)
 
 
-def test_step_time_ignores_steps_of_long_ago(store, running, record):
-    record(1, [{"step": step, "step_seconds": 100.0 if step <= 10 else 2.0} for step in range(1, 31)])
-    with store.read() as session:
-        assert metrics.recent_step_seconds(session, [jobs.get(session, running.id)]) == {running.id: 2.0}
+def test_means_leave_out_the_first_step_of_a_start_and_weigh_rates_by_time(store, running, record):
+    record(1, [{"step": 1, "step_seconds": 90.0, "tokens_per_second": 1.0}])
+    assert _means(store, running) is None
+    times = ((2, 1.0), (3, 3.0))
+    record(2, [{"step": step, "step_seconds": took, "tokens_per_second": 100 / took} for step, took in times])
+    assert _means(store, running) == {"step_seconds": 2.0, "tokens_per_second": 50.0}
+
+
+def test_means_are_of_the_last_steps_until_a_job_is_over_and_of_all_after(store, running, record):
+    record(1, [{"step": step, "step_seconds": 5.0 if step <= 401 else 2.0} for step in range(1, 802)])
+    assert _means(store, running) == {"step_seconds": 2.0}
+    store.write(lambda session: jobs.transition(session, running.id, JobState.SUCCEEDED))
+    assert _means(store, running)["step_seconds"] == pytest.approx(3.5, abs=0.02)
