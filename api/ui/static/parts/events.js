@@ -3,6 +3,7 @@
 import { get } from "../core/api.js";
 import { KeyedRows, emptyNote, h, setVisible, table } from "../core/dom.js";
 import { UNKNOWN, clock, eventTone, utc, words } from "../core/format.js";
+import { generationHeading } from "./recovery_table.js";
 
 const PAGE = 1000;
 const MOST_PAGES = 20;
@@ -31,7 +32,7 @@ export class JobEvents {
 
 /** A table of events, newest first; `{element, show(events)}`. */
 export function eventTable(label = "Events") {
-  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", "Gen."], { classes: "events", label });
+  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", generationHeading()], { classes: "events", label });
   const none = emptyNote("No event yet.");
   const rows = new KeyedRows(body, (event) => event.id, eventRow);
   return {
@@ -44,14 +45,19 @@ export function eventTable(label = "Events") {
   };
 }
 
+/** What an event says, with the rank that says it. */
+function messageOf({ message, rank }) {
+  return rank === null || /\branks? /.test(message) ? message : `rank ${rank}: ${message}`;
+}
+
 function eventRow(event) {
   const text = (value) => (value === null ? UNKNOWN : value.toLocaleString("en-US"));
   const element = h(
     "tr",
     {},
-    h("td", { class: "mono", title: utc(event.time) }, clock(event.time)),
+    h("td", { class: "mono moment", title: utc(event.time) }, clock(event.time)),
     h("td", { class: `kind tone-${eventTone(event)}` }, words(event.type)),
-    h("td", { class: "message" }, event.message),
+    h("td", { class: "message" }, messageOf(event)),
     h("td", { class: "number" }, text(event.rank)),
     h("td", { class: "number" }, text(event.step)),
     h("td", { class: "number" }, text(event.generation)),

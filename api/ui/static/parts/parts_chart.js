@@ -3,7 +3,7 @@
 import { ChartGroup } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { setVisible } from "../core/dom.js";
-import { duration, words } from "../core/format.js";
+import { words } from "../core/format.js";
 import { JobCurves } from "./curves.js";
 
 const PARTS = [
@@ -28,9 +28,8 @@ export function partsOfAStep() {
 export class PartsChart {
   constructor(id, every) {
     this.group = new ChartGroup();
-    this.chart = new LineChart(this.group, "Parts of a step over time", [
-      { label: "seconds a step", floor: 0, format: duration },
-    ]);
+    const axis = { label: "per step", floor: 0, style: "seconds" };
+    this.chart = new LineChart(this.group, "Parts of a step over time", axis, { stack: true });
     this.names = PARTS.map((part) => `${part}_seconds`);
     this.curves = new JobCurves(id, ["step_seconds"], this.names, every);
     this.element = this.chart.element;
