@@ -43,6 +43,7 @@ from manta.api.schemas.jobs import (
     Straggler,
     WaitingRank,
     Waits,
+    WrittenSpec,
 )
 from manta.api.schemas.plans import (
     BesideSteps,

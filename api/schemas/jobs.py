@@ -201,6 +201,15 @@ class Job(Answer):
     """When a deletion began that could not be finished: delete the job again."""
 
 
+class WrittenSpec(Answer):
+    """A job's spec, and which part of it is its user's."""
+
+    spec: dict[str, Any]
+    """The validated JobSpec with all defaults."""
+    written: dict[str, Any] | None
+    """The part that was submitted; null if another release stored the job without it."""
+
+
 class JobCounts(Answer):
     """Numbers of jobs."""
 

@@ -228,7 +228,7 @@ def _phases(session: Session, job: Any, spec: JobSpec) -> tuple[budget.Part, ...
         steps = [newest - back * every for back in range(MEASURED_STEPS) if newest > back * every]
         if parts := budget.of_phases(metrics.rows_at(session, job.id, job.generation, steps), spec):
             return parts
-    seconds = metrics.recent_step_seconds(session, [job]).get(job.id)
+    seconds = metrics.means(session, [job]).get(job.id, {}).get("step_seconds")
     current = [each for each in generations.of_job(session, job.id) if each.committed_steps]
     if seconds is None or not current:
         return ()

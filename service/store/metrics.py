@@ -142,6 +142,13 @@ def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]
     return [{name: number(row[name]) for name in METRIC_NAMES} | row["extra"] for row in rows.mappings()]
 
 
+def losses_at(reader: Reader, job_id: str, steps: Collection[int]) -> dict[int, dict[str, float | None]]:
+    """`loss` and `validation_loss` of these steps of a job, as far as they are committed."""
+    query = select(Metric.step, Metric.loss, Metric.validation_loss)
+    rows = reader.execute(query.where(Metric.job_id == job_id, Metric.step.in_(steps)))
+    return {step: {"loss": loss, "validation_loss": validation} for step, loss, validation in rows}
+
+
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:
     """Insert or update one step's row, and update the job's step, latest metrics and ledger. `known`: existing rows, by
     step."""

@@ -10,7 +10,7 @@ export function paintX(pen, box, x, measure) {
   const time = measure === "time";
   const values = time
     ? timeTicks(x.low, x.high, box.w / 75)
-    : ticks(x.low, x.high, box.w / 75, { whole: measure === "step" });
+    : ticks(x.low, x.high, box.w / 60, { whole: measure === "step" });
   const days = x.high - x.low > 86_400;
   const texts = time ? values.map((value) => clock(1000 * value, days).slice(0, days ? 11 : 8)) : tickTexts(values);
   pen.rectangle(box.x, box.y + box.h, box.w, 1, { color: color("line") });

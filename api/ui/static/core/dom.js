@@ -122,10 +122,14 @@ export function emptyNote(text) {
   return h("p", { class: "empty-note" }, text);
 }
 
-/** A table with headings; `{element, body}`. Headings are texts or nodes. */
-export function table(headings, { classes = "", label = "" } = {}) {
+/**
+ * A table with headings; `{element, body}`. Headings are texts or nodes. `columns`: classes of the columns, without their
+ * `c-`.
+ */
+export function table(headings, { classes = "", label = "", columns = [] } = {}) {
   const body = h("tbody");
-  const cells = headings.map((heading) => h("th", { scope: "col" }, heading));
+  const classOf = (place) => (columns[place] ? `c-${columns[place]}` : null);
+  const cells = headings.map((heading, place) => h("th", { scope: "col", class: classOf(place) }, heading));
   const grid = h(
     "table",
     { class: `grid ${classes}`, "aria-label": label || null },

@@ -244,7 +244,7 @@ const FIGURES = [
   ["Step time", (job) => duration(job.metrics.mean.step_seconds), (job) => job.metrics.mean.step_seconds, -1],
   ["MFU", (job) => percent(job.metrics.mean.mfu_full), (job) => job.metrics.mean.mfu_full, 1],
   ["Goodput", (job) => percent(job.goodput), (job) => job.goodput, 1],
-  ["Running time", (job) => duration(job.running_seconds), (job) => job.running_seconds, -1],
+  ["Running time", (job) => duration(job.running_seconds)],
   ["Layout", (job) => layout(job.parallel)],
   ["Restarts", (job) => number(job.restarts)],
 ];

@@ -23,7 +23,7 @@ const FIGURES = [
     "Time in which new steps were computed, of all time but queue and pauses.",
   ],
   ["Restarts", (job) => number(job.restarts)],
-  ["Layout (t × p × d)", (job) => layout(job.parallel), "Ranks: tensor × pipeline × data parallel."],
+  ["Layout", (job) => layout(job.parallel), "Ranks: tensor × pipeline × data parallel."],
   ["Running time", (job) => duration(job.running_seconds), "Without queue and pauses."],
 ];
 

@@ -58,7 +58,7 @@ export function create({ id }) {
         [
           { name: "state", slices: statesOf(events.items, until) },
           { name: "time", slices: (spent.intervals ?? []).map(spanOf) },
-          { name: "recovery", slices: failed.flatMap(phasesOf) },
+          ...(failed.length ? [{ name: "recovery", slices: failed.flatMap(phasesOf) }] : []),
         ],
         [Date.parse(spent.began_at) / 1000, until],
       );
