@@ -360,6 +360,41 @@ def test_live_polling_backoff_restarts_after_each_answer(run):
     assert pauses == [1, 2, 4, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [("/a/b/broken.jsonl, line 401: not valid JSON", "broken.jsonl, line 401: not valid JSON"),
+     ("needs 8 slots, 1 of 2 is free\nTraceback", "needs 8 slots, 1 of 2 is free"),
+     ("no such file (/data/x/books.txt) at 5/6", "no such file (books.txt) at 5/6")],
+)  # fmt: skip
+def test_reason_in_the_job_list_begins_with_the_file_name(call, reason, text):
+    assert call("pages/jobs.js", "shortReason", reason) == text
+
+
+def test_spec_lines_that_were_not_submitted_are_told_apart(run):
+    document = {"name": "a", "model": {"layers": 2, "rope": None}, "data": {"paths": [{"file": "b"}], "seed": 0}}
+    written = {"name": "a", "model": {"layers": 2}, "data": {"paths": [{"file": "b"}]}}
+    lines = run("pages/job/spec.js", """async (module, document, written) => {
+        const { toYaml } = await import(new URL("core/yaml.js", document_root()));
+        return module.linesOf(toYaml(document), written).filter((each) => !each.isOwn).map((each) => each.line);
+        function document_root() { return window.document.querySelector("script[type=module]").src; }
+    }""", document, written)  # fmt: skip
+    assert lines == ["  rope: null", "  seed: 0"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [([(2.0, 3.0), (1.0, 3.5)], (0, "validation loss")), ([(2.0, 3.0), (1.0, None)], (1, "training loss")),
+     ([(2.0, 3.0)], None), ([(None, None), (1.0, None)], None)],
+)  # fmt: skip
+def test_best_checkpoint_is_that_of_the_lowest_validation_loss_if_all_have_one(call, losses, best):
+    rows = [
+        {"id": at, "state": "complete", "loss": loss, "validation_loss": validation}
+        for at, (loss, validation) in enumerate(losses)
+    ]
+    found = call("pages/job/checkpoints.js", "bestOf", rows)
+    assert (found and (found["id"], found["measure"])) == best
+
+
 def test_label_editor_removes_labels_that_were_left_out(call):
     changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
@@ -423,8 +458,10 @@ def test_failure_cost_counts_all_ranks_that_waited(call):
         {"total_seconds": 2.0, "steps_redone": 3, "kept": 7, "forked": [5]},
         {"total_seconds": None, "steps_redone": 1, "kept": 6, "forked": [1, 2]},
     ]
-    took = "took 2.00 s from failure to the next step: 16.0 rank seconds, 4 steps done again."
-    assert call("parts/recovery_table.js", "costSentence", recoveries) == f"2 recoveries {took}"
+    took = "1 recovery took 2.00 s from failure to the next step (16.0 rank seconds); 3 steps were lost and done again."
+    under_way = "A recovery is under way."
+    assert call("parts/recovery_table.js", "costSentence", recoveries) == f"{took} {under_way}"
+    assert call("parts/recovery_table.js", "costSentence", recoveries[1:]) == under_way
 
 
 @pytest.mark.parametrize(
@@ -447,7 +484,7 @@ def test_ages_are_printed_coarsely(call, ago, text):
 
 def test_reason_of_a_job_begins_with_its_queue_place_and_is_empty_while_running(call):
     job = {"state": "QUEUED", "reason": "insufficient_slots", "message": "needs 8", "queue": {"position": 3}}
-    assert call("core/format.js", "why", job) == "place 3 in the queue: insufficient_slots: needs 8"
+    assert call("core/format.js", "why", job) == "position 3 in the queue: needs 8"
     assert call("core/format.js", "why", {**job, "state": "RUNNING"}) == ""
 
 

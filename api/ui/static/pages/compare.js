@@ -124,7 +124,6 @@ class ComparePage {
 
   show() {
     const jobs = this.ids.map((id) => this.jobs.get(id)).filter(Boolean);
-    const column = X_AXES[this.group.axis].column;
     const names = namesOf(jobs);
     const chip = (job, place) => {
       const mark = h("span", { class: "key-mark" });
@@ -151,27 +150,26 @@ class ComparePage {
     setVisible(this.gone, missing.length > 0);
     setVisible(this.none, jobs.length === 0);
     setVisible(this.some, jobs.length > 0);
-    for (const { chart, lines, raw } of this.charts) {
-      const [, metric] = lines[0];
-      chart.show(
-        jobs
-          .map((job, place) => {
-            const columns = this.curves.get(job.id).shown;
-            return {
-              name: names[place],
-              raw,
-              color: seriesColor(this.ids.indexOf(job.id)),
-              x: columns.x(column),
-              y: columns.columns[metric],
-            };
-          })
-          .filter((line) => line.y.some(Number.isFinite)),
-        [],
-        lostInWords(jobs.map((job, place) => [names[place], this.curves.get(job.id).all.lost[metric]])),
-      );
-    }
+    this.showCharts(jobs, names);
     this.showFigures(jobs, names);
     this.showDifferences(jobs, names);
+  }
+
+  /** Those charts of which some job has values. */
+  showCharts(jobs, names) {
+    const column = X_AXES[this.group.axis].column;
+    for (const { chart, lines, raw } of this.charts) {
+      const [, metric] = lines[0];
+      const line = (job, place) => {
+        const columns = this.curves.get(job.id).shown;
+        const color = seriesColor(this.ids.indexOf(job.id));
+        return { name: names[place], raw, color, x: columns.x(column), y: columns.columns[metric] };
+      };
+      const shown = jobs.map(line).filter(({ y }) => y.some(Number.isFinite));
+      const says = lostInWords(jobs.map((job, place) => [names[place], this.curves.get(job.id).all.lost[metric]]));
+      setVisible(chart.element, shown.length > 0 || says !== "");
+      chart.show(shown, [], says);
+    }
   }
 
   showFigures(jobs, names) {

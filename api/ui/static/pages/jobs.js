@@ -39,13 +39,12 @@ const COLUMNS = [
   ["mfu", "MFU", null, (job) => percent(job.metrics.mean.mfu_full)],
   ["goodput", "Goodput", null, (job) => percent(job.goodput)],
   ["layout", "Layout", null, (job) => layout(job.parallel)],
-  ["restarts", "Restarts", null, (job) => number(job.restarts)],
   ["duration", "Duration", null, (job) => duration(job.running_seconds)],
   ["owner", "Owner, labels", null, ownerText],
   ["age", "Age", "created", (job) => age(job.created_at)],
 ];
 const CHOSEN = COLUMNS.filter(([, , , text]) => text);
-const LEFT_OUT = ["mfu"];
+const LEFT_OUT = ["mfu", "goodput"];
 const FILTERS = ["state", "search", "label", "sort", "order"];
 
 /** Build it. */
@@ -287,6 +286,7 @@ class JobLine {
     });
     this.name = h("a", { class: "job-link", href: link(`/jobs/${job.id}`) });
     this.badge = badge();
+    this.restarts = h("span", { class: "restarts kind tone-warn" });
     this.why = h("div", { class: "why-short" });
     this.step = h("span", { class: "step" });
     this.left = h("span", { class: "note" });
@@ -299,7 +299,7 @@ class JobLine {
       {},
       h("td", { class: "c-tick" }, this.box),
       h("td", { class: "c-name" }, this.name, h("div", { class: "job-id" }, job.id)),
-      h("td", { class: "c-state" }, this.badge.element, this.why),
+      h("td", { class: "c-state" }, this.badge.element, this.restarts, this.why),
       h("td", { class: "c-progress" }, h("div", { class: "steps" }, this.step, this.left), this.bar.element),
       h("td", { class: "c-loss" }, this.line.element, this.loss),
       this.cells,
@@ -312,6 +312,7 @@ class JobLine {
     setText(this.name, job.name);
     setAttribute(this.name, "title", job.name);
     this.badge.show(job.state, stateTone(job.state));
+    setText(this.restarts, job.restarts ? counted(job.restarts, "restart") : "");
     const reason = why(job);
     setText(this.why, shortReason(reason));
     setAttribute(this.why, "title", reason || null);
@@ -324,7 +325,6 @@ class JobLine {
       setText(cell, text(job));
       if (name === "owner") setAttribute(cell, "title", text(job));
       if (name === "age") setAttribute(cell, "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
-      if (name === "restarts") setAttribute(cell, "class", `number c-restarts ${job.restarts ? "strong kind tone-warn" : ""}`);
     });
   }
 
