@@ -133,7 +133,7 @@ class LatestMetrics(Answer):
     """The latest known value by metric name, including `step`; null if not known yet."""
     mean: dict[str, Number] = Field({})
     """Means of step_seconds, tokens_per_second, mfu_full, mfu_causal and hfu_full: over the last 20 steps, or over the
-    whole run of a job that is over (of some 256 steps of it), without the first step after each start; null if not
+    whole run of a job that is over (of some 100 steps of it), without the first step after each start; null if not
     known yet."""
 
 

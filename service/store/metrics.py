@@ -24,7 +24,7 @@ _COLUMNS = frozenset({*METRIC_NAMES, "time"})
 _RECENT_STEPS = 20
 MEANS = ("step_seconds", "tokens_per_second", "mfu_full", "mfu_causal", "hfu_full")
 """Metrics of which a job has means."""
-_MAX_AVERAGED = 256
+_MAX_AVERAGED = 100
 """About as many steps are read of a job that is over, at equal distances."""
 
 

@@ -195,7 +195,7 @@ export class LineChart {
     paintX(pen, box, x, this.group.axis);
     paintMarks(pen, box, x, this.marks);
     paintY(pen, box, y, this.axis.label, ticks);
-    pen.clipped(box.x, box.y - 2, box.w, box.h + 4, () => {
+    pen.clipped(box.x - 3, box.y - 3, box.w + 6, box.h + 6, () => {
       for (const line of shown) points.push(...(this.stack ? paintArea : paintLine)(pen, line, x, y));
     });
     return { box, x, points, write: ticks.write };
@@ -371,10 +371,10 @@ function summary(line, view, write) {
   const [from, to] = view ?? [-Infinity, Infinity];
   const seen = [...line.y].filter((value, at) => Number.isFinite(value) && line.x[at] >= from && line.x[at] <= to);
   if (!seen.length) return "";
-  const [least, greatest] = seen.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [
-    Infinity,
-    -Infinity,
-  ]);
+  const [least, greatest] = seen.reduce(
+    ([low, high], value) => [Math.min(low, value), Math.max(high, value)],
+    [Infinity, -Infinity],
+  );
   const mean = seen.reduce((sum, value) => sum + value, 0) / seen.length;
   return `min ${write(least)}, mean ${write(mean)}, max ${write(greatest)}`;
 }

@@ -35,8 +35,19 @@ export const STYLES = {
   number: (most) =>
     (most > 0 && most < 1e-3) || most >= 1e15
       ? exponential
-      : inUnit(most, [["T", 1e12], ["B", 1e9], ["M", 1e6], ["k", 1e3, 1e5], ["", 1, 0]]), // prettier-ignore
-  seconds: (most) => inUnit(most, [["s", 1], ["ms", 1e-3], ["us", 1e-6, 0]]), // prettier-ignore
+      : inUnit(most, [
+          ["T", 1e12],
+          ["B", 1e9],
+          ["M", 1e6],
+          ["k", 1e3, 1e5],
+          ["", 1, 0],
+        ]),
+  seconds: (most) =>
+    inUnit(most, [
+      ["s", 1],
+      ["ms", 1e-3],
+      ["us", 1e-6, 0],
+    ]),
   bytes: (most) => inUnit(most, BYTE_UNITS),
   share: () => (value, digits) => (Number.isFinite(value) ? `${trimmed(100 * value, digits)}%` : UNKNOWN),
 };

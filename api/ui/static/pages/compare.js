@@ -183,15 +183,23 @@ class ComparePage {
           "tr",
           {},
           h("td", {}, name),
-          jobs.map((job, place) =>
-            h("td", { class: `number ${values[place] === best ? "strong" : ""}` }, text(job)),
-          ),
+          jobs.map((job, place) => h("td", { class: `number ${values[place] === best ? "strong" : ""}` }, text(job))),
         );
       }),
     );
     fill(this.figures, element);
     const same = identical(jobs.map((job) => this.curves.get(job.id).all));
-    setText(this.same, same.map(({ places, steps }) => identicalText(places.map((at) => names[at]), steps)).join(" "));
+    setText(
+      this.same,
+      same
+        .map(({ places, steps }) =>
+          identicalText(
+            places.map((at) => names[at]),
+            steps,
+          ),
+        )
+        .join(" "),
+    );
     setVisible(this.same, same.length > 0);
   }
 
@@ -233,12 +241,7 @@ const FIGURES = [
     (job) => job.metrics.latest.validation_loss,
     -1,
   ],
-  [
-    "Tokens/s",
-    (job) => number(job.metrics.mean.tokens_per_second),
-    (job) => job.metrics.mean.tokens_per_second,
-    1,
-  ],
+  ["Tokens/s", (job) => number(job.metrics.mean.tokens_per_second), (job) => job.metrics.mean.tokens_per_second, 1],
   ["Step time", (job) => duration(job.metrics.mean.step_seconds), (job) => job.metrics.mean.step_seconds, -1],
   ["MFU", (job) => percent(job.metrics.mean.mfu_full), (job) => job.metrics.mean.mfu_full, 1],
   ["Goodput", (job) => percent(job.goodput), (job) => job.goodput, 1],

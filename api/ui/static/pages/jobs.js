@@ -354,10 +354,19 @@ function columnChooser(grid) {
       remember("columns-left-out", [...left].join(","));
     };
     grid.classList.toggle(`without-${name}`, left.has(name));
-    const checkbox = h("input", { type: "checkbox", checked: !left.has(name), onchange: (event) => choose(event.target.checked) });
+    const checkbox = h("input", {
+      type: "checkbox",
+      checked: !left.has(name),
+      onchange: (event) => choose(event.target.checked),
+    });
     return h("label", { class: "inline" }, checkbox, heading);
   };
-  return h("details", { class: "chooser" }, h("summary", { class: "button" }, "Columns"), h("div", { class: "panel" }, CHOSEN.map(box)));
+  return h(
+    "details",
+    { class: "chooser" },
+    h("summary", { class: "button" }, "Columns"),
+    h("div", { class: "panel" }, CHOSEN.map(box)),
+  );
 }
 
 function welcome() {

@@ -13,7 +13,11 @@ const OFFERED = ["pause", "resume", "cancel"];
 export function bulkActions(context, changed) {
   let able = {};
   const buttons = OFFERED.map((action) =>
-    h("button", { class: `button ${ACTIONS[action].danger ? "danger-outline" : ""}`, hidden: true, onclick: () => act(action) }),
+    h("button", {
+      class: `button ${ACTIONS[action].danger ? "danger-outline" : ""}`,
+      hidden: true,
+      onclick: () => act(action),
+    }),
   );
 
   async function act(action) {

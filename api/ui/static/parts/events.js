@@ -32,7 +32,11 @@ export class JobEvents {
 
 /** A table of events, newest first; `{element, show(events)}`. */
 export function eventTable(label = "Events") {
-  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", generationHeading()], { classes: "events", label });
+  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", generationHeading()], {
+    classes: "events",
+    label,
+    columns: ["time", "event", "message", "rank", "step", "generation"],
+  });
   const none = emptyNote("No event yet.");
   const rows = new KeyedRows(body, (event) => event.id, eventRow);
   return {
@@ -58,9 +62,9 @@ function eventRow(event) {
     h("td", { class: "mono moment", title: utc(event.time) }, clock(event.time)),
     h("td", { class: `kind tone-${eventTone(event)}` }, words(event.type)),
     h("td", { class: "message" }, messageOf(event)),
-    h("td", { class: "number" }, text(event.rank)),
-    h("td", { class: "number" }, text(event.step)),
-    h("td", { class: "number" }, text(event.generation)),
+    h("td", { class: "number c-rank" }, text(event.rank)),
+    h("td", { class: "number c-step" }, text(event.step)),
+    h("td", { class: "number c-generation" }, text(event.generation)),
   );
   return { element, show() {} };
 }

@@ -167,7 +167,9 @@ export function chartControls(group) {
   const axis = h(
     "select",
     { "aria-label": "Measure progress by", onchange: (event) => group.measureBy(event.target.value) },
-    Object.entries(X_AXES).map(([name, { label }]) => h("option", { value: name, selected: name === group.axis }, `by ${label}`)),
+    Object.entries(X_AXES).map(([name, { label }]) =>
+      h("option", { value: name, selected: name === group.axis }, `by ${label}`),
+    ),
   );
   return [
     axis,

@@ -34,7 +34,10 @@ export function ledgerBar() {
           }),
         ),
       );
-      bar.setAttribute("aria-label", parts.map(([name, seconds]) => `${ledgerName(name)} ${share(seconds)}`).join(", "));
+      bar.setAttribute(
+        "aria-label",
+        parts.map(([name, seconds]) => `${ledgerName(name)} ${share(seconds)}`).join(", "),
+      );
       const isOpen = names.querySelector("details")?.open ?? false;
       fill(names, named(parts, share, isOpen));
     },
@@ -51,5 +54,8 @@ function named(parts, share, isOpen) {
   const rest = sorted.slice(SHOWN);
   const sum = rest.reduce((total, [, seconds]) => total + seconds, 0);
   const others = h("div", { class: "ledger-names" }, rest.map(one));
-  return [...sorted.slice(0, SHOWN).map(one), h("details", { open: isOpen }, h("summary", {}, text("other", sum)), others)];
+  return [
+    ...sorted.slice(0, SHOWN).map(one),
+    h("details", { open: isOpen }, h("summary", {}, text("other", sum)), others),
+  ];
 }

@@ -18,7 +18,8 @@ export function costSentence(recoveries) {
   const lost = over.reduce((sum, each) => sum + (each.steps_redone ?? 0), 0);
   const hours = over.reduce((sum, each) => sum + lostHours(each), 0);
   const device = hours >= 0.1 ? `${hours.toFixed(1)} rank hours` : `${(hours * 3600).toFixed(1)} rank seconds`;
-  return `${counted(over.length, "recovery", "recoveries")} took ${duration(seconds)} from failure to the next step (${device}); ${counted(lost, "step was", "steps were")} lost and done again. ${underWay}`;
+  const again = lost ? `${counted(lost, "step was", "steps were")} lost and done again` : "no step was lost";
+  return `${counted(over.length, "recovery", "recoveries")} took ${duration(seconds)} from failure to the next step (${device}); ${again}. ${underWay}`;
 }
 
 /** Heading of a column of generations. */
@@ -28,7 +29,17 @@ export function generationHeading() {
 
 /** `{element, show(recoveries)}`. */
 export function recoveryTable() {
-  const headings = ["Time", generationHeading(), "What failed", "Replaced", "State from", "Phases", "Steps lost", "Total", "Rank time"];
+  const headings = [
+    "Time",
+    generationHeading(),
+    "What failed",
+    "Replaced",
+    "State from",
+    "Phases",
+    "Steps lost",
+    "Total",
+    "Rank time",
+  ];
   const { element, body } = table(headings, { classes: "recoveries", label: "Recoveries" });
   const none = emptyNote("No recoveries.");
   const rows = new KeyedRows(body, (each) => each.generation, row);

@@ -65,7 +65,10 @@ export function create({ id, viewer, refreshNow }) {
         setText(cells[2], number(now.loss, 4));
         setText(cells[3], number(now.validation_loss, 4));
         setText(cells[4], bytes(now.bytes));
-        setText(cells[5], `${clock(now.created_at)}, ${age(now.created_at)}${/\d/.test(age(now.created_at)) ? " ago" : ""}`);
+        setText(
+          cells[5],
+          `${clock(now.created_at)}, ${age(now.created_at)}${/\d/.test(age(now.created_at)) ? " ago" : ""}`,
+        );
         cells[5].title = utc(now.created_at);
         setText(path, now.path || UNKNOWN);
         const isGone = now.exists === false && now.state === "complete";
@@ -141,11 +144,7 @@ export function create({ id, viewer, refreshNow }) {
       "Delete this checkpoint?",
       [
         newest
-          ? h(
-              "p",
-              { class: "kind tone-bad" },
-              "It is the newest: without a snapshot, the job's later work is lost.",
-            )
+          ? h("p", { class: "kind tone-bad" }, "It is the newest: without a snapshot, the job's later work is lost.")
           : null,
         h(
           "p",

@@ -65,7 +65,13 @@ export function create({ id, job }) {
 /** The row of a rank; `planned` is null where it is left out. */
 function row(rank, planned) {
   const difference = signed(rank.memory_bytes / planned - 1);
-  const texts = [number(rank.rank), number(rank.pipeline), number(rank.tensor), number(rank.data), bytes(rank.memory_bytes)];
+  const texts = [
+    number(rank.rank),
+    number(rank.pipeline),
+    number(rank.tensor),
+    number(rank.data),
+    bytes(rank.memory_bytes),
+  ];
   if (planned !== null) texts.push(bytes(planned), difference);
   return h(
     "tr",

@@ -69,7 +69,7 @@ export function create({ id, job, query }) {
     fill(
       notes,
       attention(now, places.items, events.items).map(({ text, tone, tab }) =>
-        h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "look") : null),
+        h("li", { class: `tone-${tone}` }, text, " ", tab ? more(tab, "details") : null),
       ),
     );
   }
@@ -106,7 +106,9 @@ function lastLines(link) {
   return {
     element,
     show(answer) {
-      const texts = (answer?.items ?? []).map(({ rank, text }) => `[${rank}] ${text}`);
+      const texts = (answer?.items ?? [])
+        .filter(({ text }) => text.trim())
+        .map(({ rank, text }) => `[${rank}] ${text}`);
       setVisible(element, texts.length > 0);
       if (texts.join("\n") === shown) return;
       shown = texts.join("\n");

@@ -26,7 +26,10 @@ export function create({ id }) {
       ),
     ],
   });
-  const [written, text] = [h("pre", { class: "document", tabindex: "0" }), h("pre", { class: "document", tabindex: "0" })];
+  const [written, text] = [
+    h("pre", { class: "document", tabindex: "0" }),
+    h("pre", { class: "document", tabindex: "0" }),
+  ];
   own.body.append(written);
   whole.body.append(text);
   let [spec, name, shown] = [{}, "job", ""];
@@ -52,11 +55,14 @@ export function create({ id }) {
 /** The lines of a document in YAML, each with whether it, or a part of it, is in `written`. */
 export function linesOf(yaml, written) {
   const path = [];
-  return yaml.trimEnd().split("\n").map((line) => {
-    const [, indent, key] = /^( *)([^\s:"-][^:]*):/.exec(line) ?? [];
-    if (key !== undefined) path.splice(indent.length / 2, Infinity, key);
-    return { line, isOwn: holds(written, path) };
-  });
+  return yaml
+    .trimEnd()
+    .split("\n")
+    .map((line) => {
+      const [, indent, key] = /^( *)([^\s:"-][^:]*):/.exec(line) ?? [];
+      if (key !== undefined) path.splice(indent.length / 2, Infinity, key);
+      return { line, isOwn: holds(written, path) };
+    });
 }
 
 function holds(written, path) {
