@@ -15,6 +15,7 @@ import { CHARTS, chartControls, groupOf } from "../parts/job_charts.js";
 import { JobCurves, identical, lostInWords } from "../parts/curves.js";
 
 const MOST = 10;
+const MOST_BESIDE = 3; // jobs whose two tables have room beside each other
 const SECONDS = 3;
 const SHARED = ["tokens", "time"];
 
@@ -52,7 +53,7 @@ class ComparePage {
       "div",
       {},
       this.same,
-      h("div", { class: "columns" }, figures.element, different.element),
+      (this.tables = h("div", { class: "columns" }, figures.element, different.element)),
       h("div", { class: "toolbar" }, chartControls(this.group)),
       h(
         "div",
@@ -150,6 +151,7 @@ class ComparePage {
     setVisible(this.gone, missing.length > 0);
     setVisible(this.none, jobs.length === 0);
     setVisible(this.some, jobs.length > 0);
+    this.tables.classList.toggle("columns", jobs.length <= MOST_BESIDE);
     this.showCharts(jobs, names);
     this.showFigures(jobs, names);
     this.showDifferences(jobs, names);

@@ -95,7 +95,7 @@ async function lastCheckpoint(job) {
 }
 
 function askPause(job) {
-  const places = counted(job.parallel.world_size ?? 0, "place");
+  const slots = counted(job.parallel.world_size ?? 0, "slot");
   return confirmed(
     "Pause this job?",
     [
@@ -104,7 +104,7 @@ function askPause(job) {
         {},
         job.state === "QUEUED"
           ? "It leaves the queue, and loses its position until it is resumed."
-          : `It saves its state after the current step and releases its ${places}. No step is lost; when it is resumed, it waits in the queue for as many places.`,
+          : `It saves its state after the current step and releases its ${slots}. No step is lost; when it is resumed, it waits in the queue for as many slots.`,
       ),
     ],
     { yes: "Pause", no: "Let it run" },
