@@ -280,9 +280,12 @@ def recovery_view(row: tables.Recovery) -> schemas.Recovery:
 
 
 def checkpoint_view(
-    row: tables.Checkpoint, now: float, kept_because: Mapping[str, str] | None = None
+    row: tables.Checkpoint,
+    now: float,
+    kept_because: Mapping[str, str] | None = None,
+    losses: Mapping[int, Mapping[str, float | None]] | None = None,
 ) -> schemas.Checkpoint:
-    """A checkpoint at Unix time `now`; `kept_because`: the reason, by id."""
+    """A checkpoint at Unix time `now`; `kept_because`: the reason, by id; `losses`: those of its job, by step."""
     completed_at = row.completed_at if row.state == checkpoints.COMPLETE else None
     return answer(
         schemas.Checkpoint,
@@ -290,6 +293,7 @@ def checkpoint_view(
         exists=None if row.state == checkpoints.SAVING else row.state == checkpoints.COMPLETE,
         age_seconds=None if completed_at is None else max(0.0, now - completed_at),
         kept_because=(kept_because or {}).get(row.id),
+        **(losses or {}).get(row.step, {}),
     )
 
 

@@ -289,6 +289,10 @@ class Client:
         """Where every second of a job went."""
         return self.send(calls.ledger(job_id))
 
+    def job_spec(self, job_id: str) -> schemas.WrittenSpec:
+        """A job's spec as it is in force, and as it was written."""
+        return self.send(calls.job_spec(job_id))
+
     def job_plan(self, job_id: str) -> schemas.JobPlan:
         """A job's plan, compared with its measured steps."""
         return self.send(calls.job_plan(job_id))

@@ -272,6 +272,11 @@ def ledger(job_id: str) -> Call[schemas.Ledger]:
     return Call(schemas.Ledger, "GET", _job(job_id, "/ledger"))
 
 
+def job_spec(job_id: str) -> Call[schemas.WrittenSpec]:
+    """A job's spec as it is in force, and as it was written."""
+    return Call(schemas.WrittenSpec, "GET", _job(job_id, "/spec"))
+
+
 def job_plan(job_id: str) -> Call[schemas.JobPlan]:
     """A job's plan, compared with its measured steps."""
     return Call(schemas.JobPlan, "GET", _job(job_id, "/plan"))

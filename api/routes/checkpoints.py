@@ -16,7 +16,7 @@ from manta.api.threads import read_threads_of
 from manta.service.control.exports import ExportNotPossible
 from manta.service.control.removal import CheckpointNeeded, NotRemoved
 from manta.service.errors import InvalidParameter
-from manta.service.store import checkpoints, exports, jobs, leases
+from manta.service.store import checkpoints, exports, jobs, leases, metrics
 from manta.service.store.errors import CheckpointNotFound, ExportNotFound, JobBeingDeleted
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
@@ -31,8 +31,9 @@ def list_checkpoints(
         job = jobs.get(session, job_id)
         page = checkpoints.page(session, job_id, limit, cursor)
         kept = checkpoints.kept_because(session, job)
+        losses = metrics.losses_at(session, job_id, {row.step for row in page.items})
     now = time.time()
-    items = [views.checkpoint_view(row, now, kept) for row in page.items]
+    items = [views.checkpoint_view(row, now, kept, losses) for row in page.items]
     return schemas.Items(items=items, next_cursor=page.next_cursor)
 
 

@@ -236,6 +236,14 @@ async def get_job(
     return Response(job.body, media_type="application/json", headers={"ETag": job.etag})
 
 
+@router.get("/{job_id}/spec", responses=reads(*OF_A_JOB, InvalidParameter))
+def get_job_spec(control: Control, job_id: JobId) -> schemas.WrittenSpec:
+    """A job's spec as it is in force, and as it was written."""
+    with control.store.read() as session:
+        job = jobs.get(session, job_id)
+        return schemas.WrittenSpec(spec=job.spec, written=job.submitted)
+
+
 @router.patch(
     "/{job_id}",
     openapi_extra=json_request(requests.JobChanges),

@@ -44,6 +44,7 @@ from manta.api.schemas.jobs import (
     SubmittedJob,
     WaitingRank,
     Waits,
+    WrittenSpec,
 )
 from manta.api.schemas.plans import (
     BesideSteps,

@@ -156,7 +156,11 @@ class Checkpoint(Answer):
     age_seconds: float | None = None
     """Time since it was completed; null if it is not complete."""
     kept_because: str | None = None
-    """Why it is not deleted when the next one is complete, as a sentence; null if unknown."""
+    """Why it is not deleted when the next one is complete, in words; null if unknown."""
+    loss: Number | None = None
+    """Training loss of its step; null if unknown."""
+    validation_loss: Number | None = None
+    """Validation loss of its step; null if it was not measured then."""
 
 
 class Export(Answer):

@@ -135,7 +135,7 @@ class LatestMetrics(Answer):
     """The latest known value by metric name, including `step`; null if not known yet."""
     mean: dict[str, Number] = Field({})
     """Means of step_seconds, tokens_per_second, mfu_full, mfu_causal and hfu_full: over the last 20 steps, or over the
-    whole run of a job that is over (of some 256 steps of it), without the first step after each start; null if not
+    whole run of a job that is over (of some 100 steps of it), without the first step after each start; null if not
     known yet."""
 
 
@@ -204,6 +204,15 @@ class Job(Answer):
     """For a failed job: until when its snapshots are kept in memory for a retry."""
     deletion_began_at: Time | None = None
     """When a deletion began that could not be finished: delete the job again."""
+
+
+class WrittenSpec(Answer):
+    """A job's spec, and which part of it is its user's."""
+
+    spec: dict[str, Any]
+    """The validated JobSpec with all defaults."""
+    written: dict[str, Any] | None
+    """The part that was submitted; null if another release stored the job without it."""
 
 
 class JobCounts(Answer):

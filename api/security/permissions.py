@@ -59,6 +59,7 @@ NEEDS: dict[str, RequiredPermission] = {
     "get_rank_history": _READ,
     "get_waits": _READ,
     "get_rank_stack": _READ,
+    "get_job_spec": _READ,
     "list_checkpoints": _READ,
     "delete_checkpoint": _SUBMIT,
     "export_checkpoint": _SUBMIT,

@@ -161,7 +161,8 @@ class ReportWriter:
     def _append_recovered(self, session: Session, over: Recovery, step: int) -> None:
         timeline = recoveries.timeline(over)
         phases = timeline.phases()
-        durations = ", ".join(f"{phase.replace('_', '-')} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
+        words = {"re_form": "re-form", "redo": "next step"}
+        durations = ", ".join(f"{words.get(phase, phase)} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
         message = (
             f"recovered in {timeline.total_seconds or 0.0:.2f} s ({durations}), "
             f"{over.steps_redone} committed steps are done again"

@@ -63,10 +63,13 @@ def expected_starts(reader: Reader) -> dict[str, float]:
         return {}
     holding = list(reader.execute(select(*_COLUMNS).where(Job.state.in_([state.value for state in SUPERVISED]))))
     means = metrics.means(reader, [job for job in holding if job.step > 0])
+    seconds = {job_id: of.get("step_seconds") for job_id, of in means.items()}
     found: dict[str, float] = {}
     for unit in free:
         needed = [(job.id, _units_of(job)) for job in queued if _kind_of(job, free) == unit]
-        endings = [_ending(job, means.get(job.id, {}).get("step_seconds")) for job in holding if _kind_of(job, free) == unit]
+        endings = [
+            _ending(job, seconds.get(job.id)) for job in holding if _kind_of(job, free) == unit
+        ]
         found |= starts(needed, free[unit], endings)
     return found
 

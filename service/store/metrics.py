@@ -24,7 +24,7 @@ _COLUMNS = frozenset({*METRIC_NAMES, "time"})
 _RECENT_STEPS = 20
 MEANS = ("step_seconds", "tokens_per_second", "mfu_full", "mfu_causal", "hfu_full")
 """Metrics of which a job has means."""
-_MAX_AVERAGED = 256
+_MAX_AVERAGED = 100
 """About as many steps are read of a job that is over, at equal distances."""
 
 
@@ -140,6 +140,13 @@ def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]
     query = select(Metric.__table__).where(Metric.job_id == job_id, Metric.step.in_(steps))
     rows = reader.execute(query.where(Metric.generation == generation).order_by(Metric.step))
     return [{name: number(row[name]) for name in METRIC_NAMES} | row["extra"] for row in rows.mappings()]
+
+
+def losses_at(reader: Reader, job_id: str, steps: Collection[int]) -> dict[int, dict[str, float | None]]:
+    """`loss` and `validation_loss` of these steps of a job, as far as they are committed."""
+    query = select(Metric.step, Metric.loss, Metric.validation_loss)
+    rows = reader.execute(query.where(Metric.job_id == job_id, Metric.step.in_(steps)))
+    return {step: {"loss": loss, "validation_loss": validation} for step, loss, validation in rows}
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:

@@ -36,7 +36,7 @@ ANONYMOUS = {"get_health": 200, "get_readiness": 200, "open_link": 404}
 NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "count_jobs", "list_sparklines",
-         "get_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
+         "get_job", "get_job_spec", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
          "get_rank_history", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
          "get_ledger", "get_job_plan",

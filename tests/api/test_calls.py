@@ -52,6 +52,7 @@ def sent(call):
         (calls.checkpoints("j", 3, "c"), ("GET", "/v1/jobs/j/checkpoints?limit=3&cursor=c", "", {})),
         (calls.ledger("j"), ("GET", "/v1/jobs/j/ledger", "", {})),
         (calls.machines(), ("GET", "/v1/machines", "", {})),
+        (calls.job_spec("j"), ("GET", "/v1/jobs/j/spec", "", {})),
         (calls.job_plan("j"), ("GET", "/v1/jobs/j/plan", "", {})),
         (calls.job_plan_picture("j"), ("GET", "/v1/jobs/j/plan/picture", "", {})),
         (calls.recoveries("j", 3, "c"), ("GET", "/v1/jobs/j/recoveries?limit=3&cursor=c", "", {})),

@@ -187,6 +187,7 @@ FROM_0 = {**EVENT_STREAM, "last-event-id": "0"}
         (lambda c: c.checkpoints(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/checkpoints?limit=7&cursor=x", None, {}),
         (lambda c: c.ledger(JOB), f"GET /v1/jobs/{JOB}/ledger", None, {}),
         (lambda c: c.machines(), "GET /v1/machines", None, {}),
+        (lambda c: c.job_spec(JOB), f"GET /v1/jobs/{JOB}/spec", None, {}),
         (lambda c: c.job_plan(JOB), f"GET /v1/jobs/{JOB}/plan", None, {}),
         (lambda c: c.recoveries(JOB, 7, "x"), f"GET /v1/jobs/{JOB}/recoveries?limit=7&cursor=x", None, {}),
         (lambda c: c.drain("ab/c", 0.0), "POST /v1/nodes/ab%2Fc/drain", {"deadline_seconds": 0.0}, {}),

@@ -19,7 +19,7 @@ from tests.api.support.described_api import PROBLEM, DescribedApi
 
 OPERATIONS = [
     "list_jobs", "submit_job", "count_jobs", "list_sparklines", "get_job",
-    "edit_job", "delete_job", "cancel_job", "pause_job", "resume_job",
+    "edit_job", "delete_job", "get_job_spec", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
     "get_rank_history", "get_waits", "get_rank_stack",
     "list_checkpoints", "delete_checkpoint",

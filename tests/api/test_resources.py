@@ -148,7 +148,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service, job):
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
     assert saved[0].pop("age_seconds") >= 0
     assert (saved[0]["generation"], saved[0]["exists"]) == (1, True)
-    assert saved[0]["kept_because"] == "it is the newest: the job would continue from it"
+    assert saved[0]["kept_because"] == "newest: the job would continue from it"
 
 
 def test_checkpoint_list_says_why_each_is_kept(service):
@@ -164,14 +164,31 @@ def test_checkpoint_list_says_why_each_is_kept(service):
     service.store.write(save)
     shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
     assert [(each["step"], each["exists"], each["kept_because"]) for each in shown] == [
-        (20, None, None), (15, True, "it is the newest: the job would continue from it"),
-        (10, True, "checkpoint.keep asks for the newest 2"), (5, True, None),
+        (20, None, None), (15, True, "newest: the job would continue from it"),
+        (10, True, "kept: among the newest 2"), (5, True, None),
     ]  # fmt: skip
     assert (shown[0]["age_seconds"], shown[1]["age_seconds"] >= 0) == (None, True)
-    for state, why in (("FAILED", shown[1]["kept_because"]), ("SUCCEEDED", "it has the job's last state")):
+    for state, why in (("FAILED", shown[1]["kept_because"]), ("SUCCEEDED", "final state")):
         service.store.write(lambda session, state=state: setattr(jobs.get(session, job), "state", state))
         listed = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
         assert listed[1]["kept_because"] == why
+
+
+def test_checkpoints_have_the_losses_of_their_steps(service):
+    job = service.submit()["id"]
+    service.report(job, [{"step": 5, "loss": 3.5, "validation_loss": 3.25}, {"step": 7, "loss": 3.0}])
+    for step in (5, 7, 9):
+        service.store.write(lambda session, step=step: checkpoints.begin(session, job, 1, step, f"/{step}"))
+    shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
+    losses = [(each["loss"], each["validation_loss"]) for each in shown]
+    assert losses == [(None, None), (3.0, None), (3.5, 3.25)]
+
+
+def test_spec_of_a_job_is_shown_as_it_was_written_and_with_all_defaults(service):
+    job = service.submit(train={**DOCUMENT["train"], "steps": 7})
+    shown = service.http.get(f"/v1/jobs/{job['id']}/spec").json()
+    assert shown["spec"] == job["spec"] and shown["written"]["train"] == {**DOCUMENT["train"], "steps": 7}
+    assert "checkpoint" not in shown["written"]
 
 
 def test_checkpoint_deletion_is_refused_if_the_job_needs_it_unless_forced(service):

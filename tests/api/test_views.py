@@ -60,6 +60,7 @@ def test_checkpoint_is_shown_with_its_place_and_size():
     fields = {"id": "c", "step": 1, "state": "complete", "path": "/p", "bytes": 2}
     row = tables.Checkpoint(job_id="job_1", generation=3, created_at=4.0, completed_at=5.0, **fields)
     more = {"generation": 3, "exists": True, "age_seconds": 2.0, "kept_because": "k"}
+    more |= {"loss": None, "validation_loss": None}
     assert shown(views.checkpoint_view(row, 7.0, {"c": "k"})) == {**fields, "created_at": moment(4.0), **more}
     for state, exists in (("saving", None), ("failed", False), ("deleted", False)):
         row.state = state

@@ -23,10 +23,12 @@ def test_dashboard_follows_a_job_live(followed, browser):
     line = page.locator("tbody tr", has_text="quickstart")
     expect(line).to_contain_text("RUNNING")
     expect(line).to_contain_text("200 / 400")
-    shown = row(200, 0.0)
-    loss, rate = f"{shown['loss']:.4f}", f"{shown['tokens_per_second']:,.0f}"
-    for column, text in (("tokens-s", rate), ("mfu", f"{shown['mfu_full']:.1%}"), ("restarts", "1")):
+    last = [row(step, 0.0) for step in range(181, 201)]
+    mean = 20 * 2048 / sum(each["step_seconds"] for each in last)
+    loss, rate = f"{last[-1]['loss']:.4f}", f"{mean:,.0f}"
+    for column, text in (("tokens-s", rate), ("mfu", f"{mean / 26000:.1%}"), ("layout", "2 × 2 × 2")):
         expect(line.locator(f".c-{column}")).to_have_text(text)
+    expect(line.get_by_text("1 restart")).to_be_visible()
     expect(line.locator(".c-loss .number")).to_have_text(loss)
     expect(page.locator("tbody tr").first).to_contain_text("wide")
     expect(page.get_by_text("1 node, 8 of 16 slots free")).to_be_visible()
@@ -34,7 +36,7 @@ def test_dashboard_follows_a_job_live(followed, browser):
     line.get_by_role("link").click()
     expect(page).to_have_title("quickstart – Manta")
     expect(page.get_by_role("progressbar")).to_have_attribute("aria-valuenow", "50.0")
-    for label, text in (("Train loss", loss), ("Tokens/s", rate), ("Ranks", "2 × 2 × 2"), ("Restarts", "1")):
+    for label, text in (("Train loss", loss), ("Tokens/s", rate), ("Layout", "2 × 2 × 2"), ("Restarts", "1")):
         expect(page.locator(".figure", has_text=label).locator(".value")).to_have_text(text)
     expect(page.get_by_role("img", name="Loss. train")).to_be_visible()
     expect(page.get_by_text("8 ranks on 1 node: 8 running")).to_be_visible()
@@ -87,7 +89,7 @@ def test_dashboard_pauses_resumes_retries_and_renames_jobs(followed, browser):
     page.reload()
     printed = page.get_by_role("region", name="What was printed")
     expect(printed).to_contain_text("ValueError: 7")
-    expect(page.locator(".why")).to_have_text("data_missing: rank 1 failed, twice")
+    expect(page.locator(".why")).to_have_text("rank 1 failed, twice")
     assert printed.evaluate("it => it.scrollTop > 0 && it.scrollTop + it.clientHeight >= it.scrollHeight - 1")
     page.get_by_role("button", name="Retry").click()
     expect(page.locator("h1 + .badge")).to_have_text("QUEUED")
@@ -109,6 +111,47 @@ def test_dashboard_pauses_resumes_retries_and_renames_jobs(followed, browser):
     expect(page.locator("h1")).to_have_text("better-name")
     page.locator(".notice").get_by_role("button", name="Dismiss").click()
     expect(page.locator(".notice")).to_have_count(0)
+
+
+def test_ticked_jobs_are_paused_and_cancelled_together(followed, browser):
+    page = sign_in(browser, followed, followed.link).open()
+    for name in ("quickstart", "tiny-llama", "wide"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("button", name="Pause 2").click()
+    expect(page.get_by_role("dialog")).to_contain_text("quickstart")
+    expect(page.get_by_role("dialog")).not_to_contain_text("tiny-llama")
+    page.get_by_role("dialog").get_by_role("button", name="Pause").click()
+    expect(page.locator("tbody tr", has_text="wide")).to_contain_text("PAUSED")
+    expect(page.locator("tbody tr", has_text="quickstart")).to_contain_text("PAUSING")
+    page.get_by_role("button", name="Cancel 2").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
+    expect(page.locator("tbody tr", has_text="wide")).to_contain_text("CANCELLED")
+    expect(page.get_by_role("button", name="Pause 2")).to_be_hidden()
+
+
+def test_job_list_keeps_its_columns_and_offers_to_clear_its_filters(followed, browser):
+    page = sign_in(browser, followed, followed.link).open("?search=nothing")
+    expect(page.get_by_text("No job matches.")).to_be_visible()
+    page.get_by_role("button", name="Clear filters").click()
+    expect(page.locator("tbody tr")).to_have_count(4)
+    expect(page.locator("th.c-mfu")).to_be_hidden()
+    page.locator(".chooser summary").click()
+    page.get_by_role("checkbox", name="MFU").check()
+    page.reload()
+    expect(page.locator("th.c-mfu")).to_be_visible()
+
+
+def test_failed_job_shows_the_end_of_its_log_instead_of_empty_charts(followed, browser, tmp_path):
+    job = followed.others["bad-data"]
+    entry = {"time": time.time(), "rank": 0, "generation": 1, "stream": "stderr", "text": "DataError: /data/books"}
+    log_folder(tmp_path, job).mkdir(parents=True)
+    log_file(log_folder(tmp_path, job), 0).write_text(json.dumps(entry) + "\n")
+    page = sign_in(browser, followed, followed.link).open(f"jobs/{job}")
+    expect(page.get_by_role("log", name="End of the log")).to_have_text("[0] DataError: /data/books")
+    expect(page.get_by_role("region", name="Loss")).to_be_hidden()
+    expect(page.locator(".figure:visible")).to_contain_text(["Restarts", "Layout"])
+    page.get_by_role("link", name="the whole log").click()
+    expect(page).to_have_url(re.compile("logs$"))
 
 
 def test_jobs_are_resized_and_deleted_and_nodes_drained(followed, browser):
@@ -151,12 +194,12 @@ def test_checkpoints_are_deleted_with_a_warning_for_the_newest(followed, browser
     lines = page.get_by_role("table", name="Checkpoints", exact=True).locator("tbody tr")
     lines.nth(1).get_by_role("button", name="delete").click()
     expect(page.get_by_role("dialog")).not_to_contain_text("It is the newest")
-    page.get_by_role("button", name="Delete it").click()
+    page.get_by_role("button", name="Delete checkpoint").click()
     expect(lines).to_have_count(2)
     expect(page.get_by_text("1 deleted checkpoint")).to_be_visible()
     lines.nth(0).get_by_role("button", name="delete").click()
     expect(page.get_by_role("dialog")).to_contain_text("It is the newest")
-    page.get_by_role("button", name="Delete it").click()
+    page.get_by_role("button", name="Delete checkpoint").click()
     expect(lines).to_have_count(1)
     lines.nth(0).get_by_role("button", name="export").click()
     expect(page.get_by_role("dialog")).to_contain_text("Export the weights of step 50")

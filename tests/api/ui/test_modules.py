@@ -104,7 +104,8 @@ def test_dashboard_byte_counts_are_in_binary_units(call, value, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (4000, "4000"), (1_250_000, "1.25 M"), (3e-5, "3.0e-5"), (-5e29, "-5.0e29")]
+    ("value", "text"),
+    [(0, "0"), (4000, "4,000"), (98_765, "98,765"), (1_250_000, "1.25 M"), (3e-5, "3e-5"), (-5e29, "-5e29")],
 )
 def test_chart_axis_numbers_are_short(call, value, text):
     assert call("core/format.js", "compact", value) == text
@@ -113,7 +114,9 @@ def test_chart_axis_numbers_are_short(call, value, text):
 @pytest.mark.parametrize(
     ("values", "texts"),
     [
-        ([0, 500, 1000], ["0", "500", "1000"]),
+        ([0, 500, 1000], ["0", "500", "1,000"]),
+        ([0, 0.0005, 0.001], ["0", "0.0005", "0.001"]),
+        ([0, 1e-4, 2e-4], ["0", "1e-4", "2e-4"]),
         ([1_234_000, 1_234_500, 1_235_000], ["1.234 M", "1.2345 M", "1.235 M"]),
         ([2.00001, 2.00002], ["2.00001", "2.00002"]),
         ([1.0001e-5, 1.0002e-5], ["1.0001e-5", "1.0002e-5"]),
@@ -122,6 +125,47 @@ def test_chart_axis_numbers_are_short(call, value, text):
 )
 def test_chart_tick_labels_of_close_values_differ(call, values, texts):
     assert call("charts/scale.js", "tickTexts", values) == texts
+
+
+@pytest.mark.parametrize(
+    ("style", "high", "texts", "other", "text"),
+    [("bytes", 320 * 2**20, ["0 MiB", "100 MiB", "200 MiB", "300 MiB"], 1.25 * 2**20, "1.25 MiB"),
+     ("seconds", 1.6, ["0 s", "0.5 s", "1 s", "1.5 s"], 0.0123, "0.0123 s"),
+     ("seconds", 0.4, ["0 ms", "100 ms", "200 ms", "300 ms", "400 ms"], 0.0123, "12.3 ms"),
+     ("share", 0.16, ["0%", "5%", "10%", "15%"], 0.01234, "1.234%"),
+     ("number", 0.0016, ["0", "0.0005", "0.001", "0.0015"], 0.00038, "0.00038")],
+)  # fmt: skip
+def test_chart_axis_has_round_ticks_and_one_notation_for_all_values(run, style, high, texts, other, text):
+    axis = "({ ticksOfY }, high, style, other) => { const { texts, write } = ticksOfY(0, high, 200, style, false);"
+    assert run("charts/axes.js", f"{axis} return [texts, write(other)]; }}", high, style, other) == [texts, text]
+
+
+def test_stacked_columns_end_at_their_sum_and_skip_unknown_values(call):
+    edges = call("charts/scale.js", "stacked", [[1, 2, None], [3, math.inf, 5]])
+    assert edges == [[0, 0, 0], [1, 2, 0], [4, 2, 5]]
+
+
+def test_chart_cursor_shows_points_of_a_sparse_line_at_their_own_step_only(run):
+    shown = run("charts/chart_tip.js", """({ ChartTip, cursorPlace }, at) => {
+        const dense = { name: "train", x: [1, 2, 3, 4], y: [9, 8, 7, 6], smooth: [9, 8.5, 8, 7.5] };
+        const lines = [dense, { name: "validation", sparse: true, x: [1, 3], y: [NaN, 5] }];
+        return at.map((x) => {
+            const [tip, place] = [new ChartTip(), cursorPlace(lines, x, (value) => 100 * value)];
+            tip.show(lines, place, "step", String, true);
+            return tip.element.textContent;
+        });
+    }""", [2.1, 2.95, 2.8, 4.4])  # fmt: skip
+    assert shown == [
+        "step 2train8.5 (raw 8)validation–", "step 3train8 (raw 7)validation5",
+        "step 3train8 (raw 7)validation5", "step 4train7.5 (raw 6)validation–",
+    ]  # fmt: skip
+
+
+def test_runs_with_equal_losses_at_all_common_steps_are_said_to_be_identical(run):
+    groups = run("parts/curves.js", """({ identical }, runs) => identical(runs.map((losses) => ({
+        columns: { step: losses.map((_, at) => at + 1), loss: losses },
+    })))""", [[3, 2, 1], [3, 2, 1.5], [3, 2], [9], [3, 2, 1.5, 1]])  # fmt: skip
+    assert groups == [{"places": [0, 2], "steps": 2}, {"places": [1, 4], "steps": 3}]
 
 
 DOCUMENTS = st.recursive(
@@ -317,6 +361,41 @@ def test_live_polling_backoff_restarts_after_each_answer(run):
     assert pauses == [1, 2, 4, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("reason", "text"),
+    [("/a/b/broken.jsonl, line 401: not valid JSON", "broken.jsonl, line 401: not valid JSON"),
+     ("needs 8 slots, 1 of 2 is free\nTraceback", "needs 8 slots, 1 of 2 is free"),
+     ("no such file (/data/x/books.txt) at 5/6", "no such file (books.txt) at 5/6")],
+)  # fmt: skip
+def test_reason_in_the_job_list_begins_with_the_file_name(call, reason, text):
+    assert call("pages/jobs.js", "shortReason", reason) == text
+
+
+def test_spec_lines_that_were_not_submitted_are_told_apart(run):
+    document = {"name": "a", "model": {"layers": 2, "rope": None}, "data": {"paths": [{"file": "b"}], "seed": 0}}
+    written = {"name": "a", "model": {"layers": 2}, "data": {"paths": [{"file": "b"}]}}
+    lines = run("pages/job/spec.js", """async (module, document, written) => {
+        const { toYaml } = await import(new URL("core/yaml.js", document_root()));
+        return module.linesOf(toYaml(document), written).filter((each) => !each.isOwn).map((each) => each.line);
+        function document_root() { return window.document.querySelector("script[type=module]").src; }
+    }""", document, written)  # fmt: skip
+    assert lines == ["  rope: null", "  seed: 0"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [([(2.0, 3.0), (1.0, 3.5)], (0, "validation loss")), ([(2.0, 3.0), (1.0, None)], (1, "training loss")),
+     ([(2.0, 3.0)], None), ([(None, None), (1.0, None)], None)],
+)  # fmt: skip
+def test_best_checkpoint_is_that_of_the_lowest_validation_loss_if_all_have_one(call, losses, best):
+    rows = [
+        {"id": at, "state": "complete", "loss": loss, "validation_loss": validation}
+        for at, (loss, validation) in enumerate(losses)
+    ]
+    found = call("pages/job/checkpoints.js", "bestOf", rows)
+    assert (found and (found["id"], found["measure"])) == best
+
+
 def test_label_editor_removes_labels_that_were_left_out(call):
     changes = call("parts/actions.js", "labelChanges", {"team": "vision", "old": "1"}, "team=text  new a=b=c")
     assert changes == {"team": "text", "old": None, "new": "", "a": "b=c"}
@@ -380,8 +459,10 @@ def test_failure_cost_counts_all_ranks_that_waited(call):
         {"total_seconds": 2.0, "steps_redone": 3, "kept": 7, "forked": [5]},
         {"total_seconds": None, "steps_redone": 1, "kept": 6, "forked": [1, 2]},
     ]
-    took = "took 2.00 s from failure to the next step: 16.0 rank seconds, 4 steps done again."
-    assert call("parts/recovery_table.js", "costSentence", recoveries) == f"2 recoveries {took}"
+    took = "1 recovery took 2.00 s from failure to the next step (16.0 rank seconds); 3 steps were lost and done again."
+    under_way = "A recovery is under way."
+    assert call("parts/recovery_table.js", "costSentence", recoveries) == f"{took} {under_way}"
+    assert call("parts/recovery_table.js", "costSentence", recoveries[1:]) == under_way
 
 
 @pytest.mark.parametrize(

@@ -3,20 +3,22 @@
 import { clock } from "../core/format.js";
 import { color } from "./colors.js";
 import { X_AXES } from "./group.js";
-import { tickTexts, ticks, timeTicks } from "./scale.js";
+import { byteTicks, styleOf, tickTexts, ticks, timeTicks } from "./scale.js";
 
 /** The axis below: moments, steps or tokens, whichever `measure` says. */
 export function paintX(pen, box, x, measure) {
   const time = measure === "time";
   const values = time
-    ? timeTicks(x.low, x.high, box.w / 90)
-    : ticks(x.low, x.high, box.w / 90, { whole: measure === "step" });
+    ? timeTicks(x.low, x.high, box.w / 75)
+    : ticks(x.low, x.high, box.w / 60, { whole: measure === "step" });
   const days = x.high - x.low > 86_400;
   const texts = time ? values.map((value) => clock(1000 * value, days).slice(0, days ? 11 : 8)) : tickTexts(values);
   pen.rectangle(box.x, box.y + box.h, box.w, 1, { color: color("line") });
-  values.forEach((value, place) =>
-    pen.text(x.place(value), box.y + box.h + 13, texts[place], { color: color("dim"), align: "center" }),
-  );
+  values.forEach((value, place) => {
+    const half = pen.textWidth(texts[place]) / 2;
+    const at = Math.min(x.place(value), pen.width - half - 2);
+    pen.text(at, box.y + box.h + 13, texts[place], { color: color("dim"), align: "center" });
+  });
   pen.text(box.x + box.w, box.y + box.h + 27, X_AXES[measure].label, {
     color: color("dim"),
     align: "right",
@@ -24,23 +26,24 @@ export function paintX(pen, box, x, measure) {
   });
 }
 
-/** One of the axes beside; `place` 0 is at the left, 1 at the right. */
-export function paintY(pen, box, y, axis, place) {
-  const values = ticks(y.low, y.high, box.h / 45, { log: y.log });
-  const texts = axis.format ? values.map(axis.format) : tickTexts(values);
+/**
+ * The ticks of an axis from `low` to `high` that is `height` pixels high: `{values, texts, write}`, where `write(value)`
+ * writes other values in the same way. `style` is one of STYLES.
+ */
+export function ticksOfY(low, high, height, style, log) {
+  const values = (style === "bytes" ? byteTicks : ticks)(low, high, height / 45, { log });
+  const write = styleOf(values, style);
+  return { values, texts: tickTexts(values, write), write };
+}
+
+/** The axis beside, with its ticks. */
+export function paintY(pen, box, y, label, { values, texts }) {
   values.forEach((value, at) => {
     const height = y.place(value);
-    if (place === 0) pen.rectangle(box.x, height, box.w, 1, { color: color("line"), alpha: 0.6 });
-    pen.text(place === 0 ? box.x - 7 : box.x + box.w + 7, height, texts[at], {
-      color: color("dim"),
-      align: place === 0 ? "right" : "left",
-    });
+    pen.rectangle(box.x, height, box.w, 1, { color: color("line"), alpha: 0.6 });
+    pen.text(box.x - 7, height, texts[at], { color: color("dim"), align: "right" });
   });
-  pen.text(place === 0 ? box.x : box.x + box.w, box.y + box.h + 27, axis.label, {
-    color: color("dim"),
-    align: place === 0 ? "left" : "right",
-    size: 10,
-  });
+  pen.text(box.x, box.y + box.h + 27, label, { color: color("dim"), size: 10 });
 }
 
 /** What happened at some x: a dashed line each, with its label where there is room. */

@@ -7,12 +7,12 @@ const SERIES = [
   "#e0960c",
   "#0d9f8c",
   "#9366f0",
-  "#d6409f",
-  "#6b8e23",
-  "#2b95c4",
-  "#c2561a",
+  "#d43d3d",
+  "#7d9a1f",
+  "#e05fae",
+  "#8a5a2b",
+  "#53b9e6",
   "#7a8798",
-  "#b03060",
 ];
 const waiting = new Set();
 let known = null;

@@ -7,13 +7,13 @@ export const X_AXES = {
   time: { label: "time", column: "time" },
 };
 
-/** Holds it, and tells the charts of changes. `onView(view)` hears of every other part that is looked at. */
+/**
+ * Holds it, and tells the charts of changes. `onView(view)` hears of every other part that is looked at, `onChange(group)`
+ * of everything that an address should say.
+ */
 export class ChartGroup {
-  constructor({ axis = "step", smoothing = 0, onView = () => {} } = {}) {
-    this.axis = axis;
-    this.smoothing = smoothing;
-    this.view = null;
-    this.onView = onView;
+  constructor({ axis = "step", smoothing = 0, view = null, onView = () => {}, onChange = () => {} } = {}) {
+    Object.assign(this, { axis, smoothing, view, onView, onChange });
     this.charts = new Set();
   }
 
@@ -30,6 +30,7 @@ export class ChartGroup {
     this.view = view;
     this.draw();
     this.onView(view);
+    this.onChange(this);
   }
 
   /** Put the cursor of all charts at `x`; null: away. */
@@ -46,6 +47,7 @@ export class ChartGroup {
   smooth(weight) {
     this.smoothing = weight;
     this.draw();
+    this.onChange(this);
   }
 
   draw() {

@@ -12,7 +12,6 @@ import { CanvasPen, SvgPen } from "./pen.js";
 import { scale, ticks, timeTicks } from "./scale.js";
 
 const [LEFT, AXIS, GAP] = [96, 22, 3];
-const LEAST_TEXT = 22;
 const STRIP = 0.62; // where inner slices begin, as a share of their lane
 
 /** The lanes; `element` goes into the page. `format(seconds)` writes a time; `moments`: times are Unix seconds. */
@@ -105,7 +104,7 @@ export class Lanes {
       const above = slice.inner ? inner * STRIP : 0;
       pen.rectangle(left, top + above, width, inner - above, { color: slice.color, alpha: slice.alpha ?? 1 });
       if (slice.critical) pen.rectangle(left, top + inner - 2.5, width, 2.5, { color: color("bad") });
-      if (slice.text && width > LEAST_TEXT && inner > 12) {
+      if (slice.text && inner > 12 && width > pen.textWidth(slice.text, 10) + 2) {
         pen.clipped(left, top, width, inner, () =>
           pen.text(left + width / 2, top + inner * (slice.textAbove ? STRIP / 2 : 0.5), slice.text, {
             color: slice.ink ?? inkOn(slice.color, slice.alpha),

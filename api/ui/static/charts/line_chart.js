@@ -1,36 +1,36 @@
 /**
  * Lines over steps, tokens or time.
  *
- * A line is `{name, color, x, y, axis, dash, sparse, smooth}`: `x` and `y` are columns of equal length, x ascending;
- * `axis` 0 is at the left, 1 at the right; `sparse` also draws points; `smooth: false` is never smoothed.
- * A mark is `{x, label, tone}`.
+ * A line is `{name, color, x, y, sparse, raw}`: `x` and `y` are columns of equal length, x ascending; `sparse` also draws
+ * points; `raw` is never smoothed. A mark is `{x, label, tone}`.
  */
 
 import { download, csv } from "../core/download.js";
-import { fill, h, setText, setVisible } from "../core/dom.js";
-import { clock, compact } from "../core/format.js";
-import { menu } from "../core/menu.js";
-import { paintMarks, paintX, paintY } from "./axes.js";
+import { fill, h, setAttribute, setText, setVisible } from "../core/dom.js";
+import { compact } from "../core/format.js";
+import { paintMarks, paintX, paintY, ticksOfY } from "./axes.js";
+import { ChartTip, cursorPlace } from "./chart_tip.js";
+import { downloadTool, tool } from "./chart_tools.js";
 import { color, onColorsChanged, seriesColor } from "./colors.js";
 import { X_AXES } from "./group.js";
 import { CanvasPen, SvgPen } from "./pen.js";
-import { extent, nearest, scale, smoothed } from "./scale.js";
+import { extent, scale, smoothed, stacked } from "./scale.js";
 
-const MARGIN = { top: 10, bottom: 34, left: 58, right: 14, rightAxis: 54 };
+const MARGIN = { top: 10, bottom: 34, left: 46, right: 14 };
 const LEAST_DRAG = 6;
 
 /** A chart with its legend and tools; `element` goes into the page. */
 export class LineChart {
-  /** `axes`: `[{label, log, floor, format}]`, one or two. */
-  constructor(group, title, axes, { height = 250 } = {}) {
-    this.group = group;
-    this.title = title;
-    this.axes = axes;
-    this.height = height;
-    this.lines = [];
-    this.marks = [];
+  /**
+   * `axis`: `{label, log, floor, style}`, where `floor` is a value that is always in it and `style` one of STYLES.
+   * `stack`: lines are parts of a sum, drawn on top of each other.
+   */
+  constructor(group, title, axis, { height = 250, stack = false } = {}) {
+    Object.assign(this, { group, title, axis, height, stack, lines: [], marks: [], drawn: [], points: [] });
     this.hidden = new Set();
-    this.log = axes[0].log ?? false;
+    this.log = axis.log ?? false;
+    this.pointer = null; // pixels from the left, while it is over the plot
+    this.cursorAt = null;
     this.build();
     group.add(this);
     this.unwatch = onColorsChanged(() => this.draw());
@@ -42,7 +42,7 @@ export class LineChart {
     this.canvas = h("canvas", { class: "chart-canvas" });
     this.cursor = h("div", { class: "chart-cursor", hidden: true });
     this.brush = h("div", { class: "chart-brush", hidden: true });
-    this.tip = h("div", { class: "chart-tip", hidden: true });
+    this.tip = new ChartTip();
     this.note = h("p", { class: "chart-empty", hidden: true });
     this.foot = h("p", { class: "chart-foot kind tone-bad", hidden: true });
     this.plot = h(
@@ -63,37 +63,34 @@ export class LineChart {
       this.canvas,
       this.cursor,
       this.brush,
-      this.tip,
+      this.tip.element,
       this.note,
     );
     this.plot.style.height = `${this.height}px`;
     this.legend = h("div", { class: "chart-legend" });
-    const tool = (label, text, act) =>
-      h("button", { class: "plain", title: label, "aria-label": `${label}: ${this.title}`, onclick: act }, text);
-    this.logTool = tool("Logarithmic axis", "log", () => this.toggleLog());
-    this.logTool.setAttribute("aria-pressed", String(this.log));
-    const save = menu(`Save: ${this.title}`, {
-      title: "save",
-      entries: ["png", "svg", "csv"].map((kind) => [kind, kind.toUpperCase()]),
-      classes: "plain",
-      act: (kind) => this.save(kind),
-    });
-    this.tools = h(
-      "span",
-      { class: "chart-tools" },
-      this.logTool,
-      tool("Show all", "all", () => this.group.look(null)),
-      tool("Full screen", "full", () => this.element.requestFullscreen?.()),
-      save,
-    );
     this.element = h(
       "section",
       { class: "panel chart", "aria-label": this.title },
-      h("div", { class: "panel-head" }, h("h2", {}, this.title), this.legend, h("span", { class: "gap" }), this.tools),
+      h("div", { class: "panel-head" }, h("h2", {}, this.title), h("span", { class: "gap" }), this.tools()),
+      this.legend,
       this.plot,
       this.foot,
     );
     this.element.addEventListener("fullscreenchange", () => this.fullScreen());
+  }
+
+  tools() {
+    this.resetTool = tool("reset", "Reset zoom", this.title, () => this.group.look(null));
+    this.logTool = tool("log", "Log scale", this.title, () => this.toggleLog());
+    this.logTool.setAttribute("aria-pressed", String(this.log));
+    return h(
+      "span",
+      { class: "chart-tools" },
+      this.resetTool,
+      this.logTool,
+      tool("full", "Full screen", this.title, () => this.element.requestFullscreen?.()),
+      downloadTool(this.title, (kind) => this.save(kind)),
+    );
   }
 
   /** Show other lines and marks; `says` is what has to be known of lines that end. */
@@ -102,7 +99,7 @@ export class LineChart {
     this.marks = marks;
     setText(this.foot, says);
     setVisible(this.foot, Boolean(says));
-    setText(this.note, says ? "There are no numeric values to draw." : "There is nothing to draw.");
+    setText(this.note, says ? "There are no numeric values to draw." : "No data yet.");
     const names = lines.map((line) => line.name).join("\n");
     if (names !== this.named) {
       this.named = names;
@@ -152,66 +149,56 @@ export class LineChart {
   }
 
   shown() {
-    return this.lines
+    const shown = this.lines
       .map((line, place) => ({ ...line, color: this.colorOf(line, place) }))
       .filter((line) => !this.hidden.has(line.name) && line.x.length);
+    const { smoothing } = this.group;
+    if (!this.stack)
+      return shown.map((line) =>
+        smoothing > 0 && !line.sparse && !line.raw ? { ...line, smooth: smoothed(line.y, smoothing) } : line,
+      );
+    const sums = stacked(shown.map((line) => line.y));
+    return shown.map((line, place) => ({ ...line, low: sums[place], high: sums[place + 1] }));
   }
 
   /** Draw all anew. */
   draw() {
     const [width, height] = [this.plot.clientWidth, this.plot.clientHeight];
     if (width < 40 || height < 40) return;
-    const shown = this.shown();
-    setVisible(this.note, shown.length === 0);
+    this.drawn = this.shown();
+    setVisible(this.note, this.drawn.length === 0);
+    setAttribute(this.resetTool, "class", `plain tool ${this.group.view ? "" : "away"}`);
     const pen = new CanvasPen(this.canvas, width, height);
-    if (shown.length) this.paint(pen, shown);
+    if (this.drawn.length) Object.assign(this, this.paint(pen, this.drawn));
     this.plot.setAttribute(
       "aria-label",
-      `${this.title}. ${shown.map((line) => `${line.name} ${lastValue(line)}`).join(", ")}`,
+      `${this.title}. ${this.drawn.map((line) => `${line.name} ${lastValue(line)}`).join(", ")}`,
     );
+    for (const [place, line] of this.drawn.entries())
+      if (this.legend.children[place]) this.legend.children[place].title = summary(line, this.group.view, this.write);
+    if (this.pointer !== null && this.x) this.group.point(this.x.value(this.pointer), this);
+    else this.showCursor(this.cursorAt, false);
   }
 
+  /** Draw `shown` with a pen; what became of it: `{box, x, points, write}`. */
   paint(pen, shown) {
-    const two = this.axes.length > 1;
-    const box = {
-      x: MARGIN.left,
-      y: MARGIN.top,
-      w: pen.width - MARGIN.left - (two ? MARGIN.rightAxis : MARGIN.right),
-      h: pen.height - MARGIN.top - MARGIN.bottom,
-    };
     const [from, to] = this.group.view ?? ends(shown);
+    const values = this.stack ? shown.map(({ x, high }) => ({ x, y: high })) : shown;
+    const [low, high] = extent(values, from, to, { log: this.log, floor: this.axis.floor ?? null });
+    const [top, h] = [MARGIN.top, pen.height - MARGIN.top - MARGIN.bottom];
+    const ticks = ticksOfY(low, high, h, this.axis.style, this.log);
+    const left = Math.max(MARGIN.left, ...ticks.texts.map((text) => Math.ceil(pen.textWidth(text)) + 12));
+    const box = { x: left, y: top, w: pen.width - left - MARGIN.right, h };
     const x = scale(from, to, box.x, box.x + box.w);
-    this.box = box;
-    this.x = x;
+    const y = scale(low, high, box.y + box.h, box.y, this.log);
+    const points = [];
     paintX(pen, box, x, this.group.axis);
     paintMarks(pen, box, x, this.marks);
-    this.axes.forEach((axis, place) => {
-      const lines = shown.filter((line) => (line.axis ?? 0) === place);
-      const log = place === 0 && this.log;
-      const [low, high] = extent(lines, from, to, { log, floor: axis.floor ?? null });
-      const y = scale(low, high, box.y + box.h, box.y, log);
-      paintY(pen, box, y, axis, place);
-      pen.clipped(box.x, box.y - 2, box.w, box.h + 4, () => lines.forEach((line) => this.paintLine(pen, line, x, y)));
+    paintY(pen, box, y, this.axis.label, ticks);
+    pen.clipped(box.x - 3, box.y - 3, box.w + 6, box.h + 6, () => {
+      for (const line of shown) points.push(...(this.stack ? paintArea : paintLine)(pen, line, x, y));
     });
-  }
-
-  paintLine(pen, line, x, y) {
-    const xs = Float64Array.from(line.x, (value) => x.place(value));
-    const place = (value) => (y.log && value <= 0 ? NaN : y.place(value));
-    const smooth = line.smooth === false ? 0 : this.group.smoothing;
-    const style = { color: line.color, width: 1.6, dash: line.dash ?? [] };
-    const [px, raw] = line.sparse ? known(xs, line.y) : [xs, line.y];
-    const ys = Float64Array.from(raw, place);
-    if (smooth > 0 && !line.sparse) {
-      pen.line(px, ys, { ...style, width: 1, alpha: 0.25 });
-      pen.line(px, Float64Array.from(smoothed(raw, smooth), place), style);
-    } else {
-      pen.line(px, ys, style);
-    }
-    if (line.sparse || px.length === 1) {
-      for (let at = 0; at < px.length; at += 1)
-        if (Number.isFinite(ys[at])) pen.dot(px[at], ys[at], 2.6, { color: line.color });
-    }
+    return { box, x, points, write: ticks.write };
   }
 
   at(event) {
@@ -222,6 +209,7 @@ export class LineChart {
     if (!this.x) return;
     const at = this.at(event);
     if (this.dragFrom !== undefined) this.drawBrush(at);
+    this.pointer = at;
     this.group.point(this.x.value(at), this);
   }
 
@@ -252,6 +240,7 @@ export class LineChart {
   }
 
   left() {
+    this.pointer = null;
     if (this.dragFrom === undefined) this.group.point(null, this);
   }
 
@@ -274,51 +263,20 @@ export class LineChart {
     acts[event.key]();
   }
 
-  /** Show the cursor at `x`, with values beside it where the pointer is `here`. */
-  showCursor(x, here) {
+  /** Show the cursor at `x`, with values beside it; `isHere`: the pointer is over this chart. */
+  showCursor(x, isHere) {
     this.cursorAt = x;
-    const inside =
-      x !== null && this.x && this.x.place(x) >= this.box.x - 1 && this.x.place(x) <= this.box.x + this.box.w + 1;
-    setVisible(this.cursor, inside);
-    setVisible(this.tip, inside);
-    if (!inside) return;
-    const shown = this.shown();
-    const places = shown.map((line) => nearestKnown(line, x));
-    const first = places.findIndex((place) => place >= 0);
-    if (first < 0) return;
-    const value = shown[first].x[places[first]];
-    const left = this.x.place(value);
+    const at = x === null || !this.x ? null : cursorPlace(this.drawn, x, this.x.place);
+    const left = at === null ? NaN : this.x.place(at);
+    const isInside = left >= this.box?.x - 1 && left <= this.box.x + this.box.w + 1;
+    setVisible(this.cursor, isInside);
+    if (!isInside) {
+      this.tip.hide();
+      return;
+    }
     Object.assign(this.cursor.style, { left: `${left}px`, top: `${this.box.y}px`, height: `${this.box.h}px` });
-    this.tip.classList.toggle("quiet", !here);
-    this.fillTip(shown, places, value);
-    const onRight = left < this.plot.clientWidth / 2;
-    Object.assign(this.tip.style, {
-      left: onRight ? `${left + 12}px` : "auto",
-      right: onRight ? "auto" : `${this.plot.clientWidth - left + 12}px`,
-      top: `${this.box.y + 4}px`,
-    });
-  }
-
-  fillTip(shown, places, x) {
-    const text =
-      this.group.axis === "time" ? clock(1000 * x) : `${X_AXES[this.group.axis].label} ${x.toLocaleString("en-US")}`;
-    const row = (line, place) => {
-      const mark = h("span", { class: "key-mark" });
-      mark.style.background = line.color;
-      const format = this.axes[line.axis ?? 0].format ?? compact;
-      return h(
-        "div",
-        {},
-        mark,
-        h("span", { class: "tip-name" }, line.name),
-        h("b", {}, place < 0 ? "–" : format(line.y[place])),
-      );
-    };
-    fill(
-      this.tip,
-      h("div", { class: "tip-head" }, text),
-      shown.map((line, at) => row(line, places[at])),
-    );
+    this.tip.show(this.stack ? withSum(this.drawn) : this.drawn, at, this.group.axis, this.write, isHere);
+    this.tip.settle(left, this.box, this.points);
   }
 
   save(kind) {
@@ -379,23 +337,49 @@ function ends(lines) {
   return from === to ? [from - 0.5, to + 0.5] : [from, to];
 }
 
-function known(xs, ys) {
-  const places = [...ys.keys()].filter((place) => Number.isFinite(ys[place]));
-  return [places.map((place) => xs[place]), places.map((place) => ys[place])];
+/** Draw a line; its points in pixels. */
+function paintLine(pen, line, x, y) {
+  const place = (value) => (y.log && value <= 0 ? NaN : y.place(value));
+  const style = { color: line.color, width: 1.6 };
+  const known = line.sparse ? [...line.y.keys()].filter((at) => Number.isFinite(line.y[at])) : [...line.y.keys()];
+  const xs = known.map((at) => x.place(line.x[at]));
+  const ys = known.map((at) => place(line.y[at]));
+  const shown = line.smooth ? Array.from(line.smooth, place) : ys;
+  if (line.smooth) pen.line(xs, ys, { ...style, width: 1, alpha: 0.25 });
+  pen.line(xs, shown, style);
+  if (line.sparse || xs.length === 1)
+    xs.forEach((at, index) => Number.isFinite(ys[index]) && pen.dot(at, ys[index], 2.6, { color: line.color }));
+  return xs.map((at, index) => [at, shown[index]]);
 }
 
-function nearestKnown(line, x) {
-  const place = nearest(line.x, x);
-  if (place < 0 || !line.sparse) return place;
-  let best = -1;
-  for (let at = 0; at < line.x.length; at += 1) {
-    if (Number.isFinite(line.y[at]) && (best < 0 || Math.abs(line.x[at] - x) < Math.abs(line.x[best] - x))) best = at;
-  }
-  return best;
+/** Draw a part of a sum; the points of its upper edge in pixels. */
+function paintArea(pen, line, x, y) {
+  const xs = Array.from(line.x, x.place);
+  const [low, high] = [Array.from(line.low, y.place), Array.from(line.high, y.place)];
+  pen.area(xs, low, high, { color: line.color, alpha: 0.85 });
+  return xs.map((at, index) => [at, high[index]]);
+}
+
+/** The parts of a sum from above, and the sum. */
+function withSum(parts) {
+  const top = parts.at(-1);
+  return [{ name: "together", color: "transparent", x: top.x, y: top.high }, ...parts.toReversed()];
+}
+
+/** The least, greatest and mean value of what is seen of a line. */
+function summary(line, view, write) {
+  const [from, to] = view ?? [-Infinity, Infinity];
+  const seen = [...line.y].filter((value, at) => Number.isFinite(value) && line.x[at] >= from && line.x[at] <= to);
+  if (!seen.length) return "";
+  const [least, greatest] = seen.reduce(
+    ([low, high], value) => [Math.min(low, value), Math.max(high, value)],
+    [Infinity, -Infinity],
+  );
+  const mean = seen.reduce((sum, value) => sum + value, 0) / seen.length;
+  return `min ${write(least)}, mean ${write(mean)}, max ${write(greatest)}`;
 }
 
 function lastValue(line) {
-  for (let place = line.y.length - 1; place >= 0; place -= 1)
-    if (Number.isFinite(line.y[place])) return compact(line.y[place]);
-  return "unknown";
+  const last = [...line.y].findLast(Number.isFinite);
+  return last === undefined ? "unknown" : compact(last);
 }

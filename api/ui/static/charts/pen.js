@@ -39,6 +39,16 @@ export class CanvasPen {
     context.globalAlpha = 1;
   }
 
+  /** What lies between `low` and `high`, two lines over `xs`. */
+  area(xs, low, high, { color, alpha = 1 }) {
+    this.context.globalAlpha = alpha;
+    this.context.fillStyle = color;
+    this.context.beginPath();
+    for (const [x, y] of outlineOf(xs, low, high)) this.context.lineTo(x, y);
+    this.context.fill();
+    this.context.globalAlpha = 1;
+  }
+
   rectangle(x, y, width, height, { color, alpha = 1 }) {
     this.context.globalAlpha = alpha;
     this.context.fillStyle = color;
@@ -111,6 +121,11 @@ export class SvgPen {
     );
   }
 
+  area(xs, low, high, { color, alpha = 1 }) {
+    const path = outlineOf(xs, low, high).map(([x, y]) => `${round(x)} ${round(y)}`);
+    this.parts.push(`<path d="M${path.join("L")}Z" fill="${color}" opacity="${alpha}"/>`);
+  }
+
   rectangle(x, y, width, height, { color, alpha = 1 }) {
     this.parts.push(
       `<rect x="${round(x)}" y="${round(y)}" width="${round(width)}" height="${round(height)}" fill="${color}" opacity="${alpha}"/>`,
@@ -153,6 +168,11 @@ export class SvgPen {
     const font = FONT.replaceAll('"', "&quot;");
     return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" viewBox="0 0 ${width} ${height}" font-family="${font}">${this.parts.join("")}</svg>`;
   }
+}
+
+function outlineOf(xs, low, high) {
+  const above = [...xs].map((x, place) => [x, high[place]]);
+  return [...above, ...[...xs].map((x, place) => [x, low[place]]).reverse()];
 }
 
 function round(value) {

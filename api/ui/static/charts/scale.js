@@ -1,6 +1,6 @@
 /** From numbers to places on a chart, and which numbers are written beside it. Pure functions. */
 
-import { compact } from "../core/format.js";
+import { STYLES, byteUnit } from "../core/format.js";
 
 const NEAREST = 1e-12; // of numbers that have 16 digits
 
@@ -74,10 +74,21 @@ export function timeTicks(low, high, most) {
 
 const MOST_DIGITS = 16;
 
+/** The same for numbers of bytes, round in binary units. */
+export function byteTicks(low, high, most, options) {
+  const unit = byteUnit(Math.max(Math.abs(low), Math.abs(high)));
+  return ticks(low / unit, high / unit, most, options).map((value) => value * unit);
+}
+
+/** How the values of an axis up to its highest tick are written, by the name of a style. */
+export function styleOf(values, name = "number") {
+  return STYLES[name](Math.max(0, ...values.map(Math.abs)));
+}
+
 /** Texts for tick values, with as many digits as tell them apart: of some steps beyond a million, four do not. */
-export function tickTexts(values) {
+export function tickTexts(values, write = styleOf(values)) {
   for (let digits = 4; ; digits += 1) {
-    const texts = values.map((value) => compact(value, digits));
+    const texts = values.map((value) => write(value, digits));
     if (digits === MOST_DIGITS || new Set(texts).size === values.length) return texts;
   }
 }
@@ -134,4 +145,12 @@ export function smoothed(values, weight) {
     }
   }
   return found;
+}
+
+/** Columns on top of each other: the lower edge of the first, then the upper edge of each. What is not finite counts as 0. */
+export function stacked(columns) {
+  const edges = [new Float64Array(columns[0]?.length ?? 0)];
+  for (const column of columns)
+    edges.push(edges.at(-1).map((below, place) => below + (Number.isFinite(column[place]) ? column[place] : 0)));
+  return edges;
 }

@@ -127,10 +127,16 @@ export function emptyNote(text) {
   return h("p", { class: "empty-note" }, text);
 }
 
-/** A table with headings; `{element, body}`. Headings are texts or nodes; a column of buttons has "". */
-export function table(headings, { classes = "", label = "" } = {}) {
+/**
+ * A table with headings; `{element, body}`. Headings are texts or nodes; a column of buttons has "". `columns`: classes of the columns, without their
+ * `c-`.
+ */
+export function table(headings, { classes = "", label = "", columns = [] } = {}) {
   const body = h("tbody");
-  const cells = headings.map((heading) => (heading === "" ? h("td") : h("th", { scope: "col" }, heading)));
+  const classOf = (place) => (columns[place] ? `c-${columns[place]}` : null);
+  const cells = headings.map((heading, place) =>
+    heading === "" ? h("td", { class: classOf(place) }) : h("th", { scope: "col", class: classOf(place) }, heading),
+  );
   const grid = h(
     "table",
     { class: `grid ${classes}`, "aria-label": label || null },

@@ -27,26 +27,63 @@ export function number(value, digits = 0) {
   return value.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-/** A number in as few characters as say it, with at most so many digits: 1.2 M, 3.4e-5. */
-export function compact(value, digits = 4) {
-  if (!Number.isFinite(value)) return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
-  const size = Math.abs(value);
-  if (size === 0) return "0";
-  if (size < 1e-3 || size >= 1e15) return value.toExponential(digits - 3).replace("+", "");
-  for (const [unit, factor] of [
-    ["T", 1e12],
-    ["B", 1e9],
-    ["M", 1e6],
-    ["k", 1e4],
-  ]) {
-    const divisor = unit === "k" ? 1e3 : factor;
-    if (size >= factor) return `${trimmed(value / divisor, digits)} ${unit}`;
-  }
-  return trimmed(value, digits);
+/**
+ * How numbers up to `most` are written beside each other, with the same unit and notation: each style is a function of
+ * `most`, and returns one of a value and a number of digits.
+ */
+export const STYLES = {
+  number: (most) =>
+    (most > 0 && most < 1e-3) || most >= 1e15
+      ? exponential
+      : inUnit(most, [
+          ["T", 1e12],
+          ["B", 1e9],
+          ["M", 1e6],
+          ["k", 1e3, 1e5],
+          ["", 1, 0],
+        ]),
+  seconds: (most) =>
+    inUnit(most, [
+      ["s", 1],
+      ["ms", 1e-3],
+      ["us", 1e-6, 0],
+    ]),
+  bytes: (most) => inUnit(most, BYTE_UNITS),
+  share: () => (value, digits) => (Number.isFinite(value) ? `${trimmed(100 * value, digits)}%` : UNKNOWN),
+};
+const BYTE_UNITS = ["TiB", "GiB", "MiB", "KiB", "B"].map((unit, place) => [unit, 1024 ** (4 - place)]);
+
+/** The size of the unit in which bytes up to `most` are written. */
+export function byteUnit(most) {
+  return (BYTE_UNITS.find(([, size]) => most >= size) ?? ["B", 1])[1];
 }
 
-function trimmed(value, digits) {
-  return String(Number(value.toPrecision(digits)));
+/** `units` are `[name, size, from]`, the largest first; `from`: the least `most` for which it is used, its size unless given. */
+function inUnit(most, units) {
+  const [name, size] = units.find(([, size, from = size]) => most >= from) ?? units.at(-1);
+  return (value, digits = 4) =>
+    Number.isFinite(value) ? `${trimmed(value / size, digits)}${name && ` ${name}`}` : notFinite(value);
+}
+
+function exponential(value, digits = 4) {
+  if (value === 0) return "0";
+  return Number.isFinite(value) ? value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e") : notFinite(value);
+}
+
+function notFinite(value) {
+  return Number.isNaN(value) ? UNKNOWN : value > 0 ? "inf" : "-inf";
+}
+
+/** A number in as few characters as say it, with at most so many digits: 1.2 M, 3.4e-5. */
+export function compact(value, digits = 4) {
+  return STYLES.number(Math.abs(value))(value, digits);
+}
+
+/** With at most so many digits, but all of those before the point. */
+function trimmed(value, digits = 4) {
+  const whole = Math.abs(value) >= 10 ** digits;
+  const rounded = whole ? Math.round(value) : Number(value.toPrecision(digits));
+  return rounded.toLocaleString("en-US", { maximumFractionDigits: 20 });
 }
 
 /** A ratio as a percentage. */
@@ -148,6 +185,16 @@ export function words(code) {
   return code === "re_form" ? "re-form" : code.replaceAll("_", " ");
 }
 
+/** A class of the ledger as words: what is done again is lost work there. */
+export function ledgerName(name) {
+  return name === "redo" ? "lost work" : words(name);
+}
+
+/** A phase of a recovery as words: its last one is the step that comes next. */
+export function phaseName(name) {
+  return name === "redo" ? "next step" : words(name);
+}
+
 /** A text as a sentence: with a capital at its beginning, and an end. */
 export function sentence(text) {
   return `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.?!]$/.test(text) ? "" : "."}`;
@@ -174,7 +221,7 @@ export function layout(parallel) {
 /** Why a job is not simply running well; empty when it is. */
 export function why(job) {
   if (job.state === "RUNNING" || job.state === "SUCCEEDED") return "";
-  if (job.queue.position === null) return [job.reason, job.message].filter(Boolean).join(": ");
+  if (job.queue.position === null) return job.message || words(job.reason ?? "");
   const start = startsIn(job.queue.expected_start_seconds);
   const place = `position ${job.queue.position} in the queue${start ? `, expected to start ${start}` : ""}`;
   return job.message ? `${place}: ${job.message}` : place;

@@ -1,20 +1,21 @@
 /** Jobs on the same axes, and what is different about them. The address says which, and can be shared. */
 
-import { ChartGroup, X_AXES } from "../charts/group.js";
+import { X_AXES } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { seriesColor } from "../charts/colors.js";
 import { get, optional } from "../core/api.js";
 import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { duration, layout, number, percent } from "../core/format.js";
+import { duration, layout, number, numberOf, percent } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { fillMenu, menu } from "../core/menu.js";
 import { notify } from "../core/notices.js";
-import { Router, link } from "../core/router.js";
+import { link } from "../core/router.js";
 import { differences } from "../parts/differences.js";
-import { CHARTS, chartControls } from "../parts/job_charts.js";
-import { JobCurves, lostInWords } from "../parts/curves.js";
+import { CHARTS, chartControls, groupOf } from "../parts/job_charts.js";
+import { JobCurves, identical, lostInWords } from "../parts/curves.js";
 
 const MOST = 10;
+const MOST_BESIDE = 3; // jobs whose two tables have room beside each other
 const SECONDS = 3;
 const SHARED = ["tokens", "time"];
 
@@ -31,41 +32,50 @@ export async function open(root, context) {
 class ComparePage {
   constructor(root, { router, query, facts }, ids) {
     Object.assign(this, { ids, router, facts, turn: 0, jobs: new Map(), curves: new Map(), missing: new Set() });
-    this.group = new ChartGroup({
-      axis: X_AXES[query.get("x")] ? query.get("x") : "step",
-      onView: (view) => this.looked(view),
-    });
-    this.charts = Object.values(CHARTS).map(({ title, axes, lines }) => ({
+    this.group = groupOf(query, (view) => this.looked(view));
+    this.charts = Object.values(CHARTS).map(({ title, axis, lines, raw }) => ({
       lines,
-      chart: new LineChart(this.group, title, [axes[0]]),
+      raw,
+      chart: new LineChart(this.group, title, axis),
     }));
     this.chips = h("div", { class: "chips" });
     this.add = menu("Add a job", { title: "add a job ...", act: (id) => this.go([...this.ids, id]) });
     this.gone = h("p", { class: "why tone-warn", role: "status", hidden: true });
+    this.same = h("p", { class: "note", role: "status" });
     this.figures = h("div");
     this.different = h("div");
-    const figures = panel("Figures");
+    const figures = panel("Figures", { note: "the best of a row is bold" });
     figures.body.append(this.figures);
     const different = panel("What is different", { note: "fields of the specs that differ" });
     different.body.append(this.different);
-    fill(
-      root,
-      h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
-      this.gone,
-      h("div", { class: "toolbar" }, chartControls({ group: this.group, measureBy: (axis) => this.measureBy(axis) })),
+    this.none = h("p", { class: "empty-note" }, "Choose jobs above, or tick them in the list of jobs.");
+    this.some = h(
+      "div",
+      {},
+      this.same,
+      (this.tables = h("div", { class: "columns" }, figures.element, different.element)),
+      h("div", { class: "toolbar" }, chartControls(this.group)),
       h(
         "div",
         { class: "chart-grid" },
         this.charts.map(({ chart }) => chart.element),
       ),
-      figures.element,
-      different.element,
+    );
+    setVisible(this.some, ids.length > 0);
+    fill(
+      root,
+      h("div", { class: "title-row" }, h("h1", {}, "Compare"), this.chips, this.add),
+      this.gone,
+      this.none,
+      this.some,
     );
     this.live = new Live((signal) => this.refresh(signal), SECONDS);
   }
 
   go(ids) {
-    this.router.go(link("/compare", { jobs: [...new Set(ids)].filter(Boolean).join(","), x: this.group.axis }));
+    const { axis, smoothing } = this.group;
+    const jobs = [...new Set(ids)].filter(Boolean).join(",");
+    this.router.go(link("/compare", { jobs, x: axis, smoothing: smoothing || "" }));
   }
 
   async refresh(signal) {
@@ -88,6 +98,7 @@ class ComparePage {
     const metrics = [...this.charts.flatMap(({ lines }) => lines.map(([, metric]) => metric)), ...SHARED];
     if (!this.curves.has(id)) this.curves.set(id, new JobCurves(id, metrics));
     if (before?.step !== job.step || before?.generation !== job.generation) await this.curves.get(id).poll(signal);
+    if (!before && this.group.view) await this.looked(this.group.view);
   }
 
   /** Jobs that can be added. Not while somebody chooses among them: the list would be another one. */
@@ -112,17 +123,8 @@ class ComparePage {
     if (done.some(Boolean)) this.show();
   }
 
-  measureBy(axis) {
-    this.group.axis = axis;
-    this.group.view = null;
-    Router.query({ x: axis });
-    for (const curves of this.curves.values()) curves.look(null);
-    this.show();
-  }
-
   show() {
     const jobs = this.ids.map((id) => this.jobs.get(id)).filter(Boolean);
-    const column = X_AXES[this.group.axis].column;
     const names = namesOf(jobs);
     const chip = (job, place) => {
       const mark = h("span", { class: "key-mark" });
@@ -147,66 +149,69 @@ class ComparePage {
     const missing = this.ids.filter((id) => this.missing.has(id));
     setText(this.gone, `There is no such job: ${missing.join(", ")}.`);
     setVisible(this.gone, missing.length > 0);
-    for (const { chart, lines } of this.charts) {
-      const [, metric] = lines[0];
-      chart.show(
-        jobs
-          .map((job, place) => {
-            const columns = this.curves.get(job.id).shown;
-            return {
-              name: names[place],
-              color: seriesColor(this.ids.indexOf(job.id)),
-              x: columns.x(column),
-              y: columns.columns[metric],
-            };
-          })
-          .filter((line) => line.y.some(Number.isFinite)),
-        [],
-        lostInWords(jobs.map((job, place) => [names[place], this.curves.get(job.id).all.lost[metric]])),
-      );
-    }
+    setVisible(this.none, jobs.length === 0);
+    setVisible(this.some, jobs.length > 0);
+    this.tables.classList.toggle("columns", jobs.length <= MOST_BESIDE);
+    this.showCharts(jobs, names);
     this.showFigures(jobs, names);
     this.showDifferences(jobs, names);
   }
 
+  /** Those charts of which some job has values. */
+  showCharts(jobs, names) {
+    const column = X_AXES[this.group.axis].column;
+    for (const { chart, lines, raw } of this.charts) {
+      const [, metric] = lines[0];
+      const line = (job, place) => {
+        const columns = this.curves.get(job.id).shown;
+        const color = seriesColor(this.ids.indexOf(job.id));
+        return { name: names[place], raw, color, x: columns.x(column), y: columns.columns[metric] };
+      };
+      const shown = jobs.map(line).filter(({ y }) => y.some(Number.isFinite));
+      const says = lostInWords(jobs.map((job, place) => [names[place], this.curves.get(job.id).all.lost[metric]]));
+      setVisible(chart.element, shown.length > 0 || says !== "");
+      chart.show(shown, [], says);
+    }
+  }
+
   showFigures(jobs, names) {
-    const figures = [
-      ["State", (job) => job.state],
-      ["Step", (job) => `${number(job.step)} of ${number(job.steps)}`],
-      ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
-      ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
-      ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
-      ["Step time", (job) => duration(job.metrics.latest.step_seconds)],
-      ["MFU (full)", (job) => percent(job.metrics.latest.mfu_full)],
-      ["Goodput", (job) => percent(job.goodput)],
-      ["Ranks", (job) => layout(job.parallel)],
-      ["Restarts", (job) => number(job.restarts)],
-    ];
-    const { element, body } = table(["", ...names], { label: "Figures" });
+    const { element, body } = table(["Figure", ...names], { label: "Figures" });
     fill(
       body,
-      figures.map(([name, text]) =>
-        h(
+      FIGURES.map(([name, text, value, sign]) => {
+        const values = jobs.map((job) => (value ? sign * numberOf(value(job)) : NaN));
+        const best = bestOf(values);
+        return h(
           "tr",
           {},
           h("td", {}, name),
-          jobs.map((job) => h("td", { class: "number" }, text(job))),
-        ),
-      ),
+          jobs.map((job, place) => h("td", { class: `number ${values[place] === best ? "strong" : ""}` }, text(job))),
+        );
+      }),
     );
-    fill(
-      this.figures,
-      jobs.length ? element : h("p", { class: "empty-note" }, "Choose jobs above, or tick them in the list of jobs."),
+    fill(this.figures, element);
+    const same = identical(jobs.map((job) => this.curves.get(job.id).all));
+    setText(
+      this.same,
+      same
+        .map(({ places, steps }) =>
+          identicalText(
+            places.map((at) => names[at]),
+            steps,
+          ),
+        )
+        .join(" "),
     );
+    setVisible(this.same, same.length > 0);
   }
 
   showDifferences(jobs, names) {
     if (jobs.length < 2) {
-      fill(this.different, h("p", { class: "empty-note" }, "Two jobs are needed."));
+      fill(this.different, h("p", { class: "empty-note" }, "Choose a second job."));
       return;
     }
     const { element, body } = table(["Field", ...names], { label: "Differences" });
-    const rows = differences(jobs.map((job) => job.spec));
+    const rows = differences(jobs.map((job) => ({ ...job.spec, name: undefined })));
     fill(
       body,
       rows.map(([path, ...values]) =>
@@ -218,13 +223,43 @@ class ComparePage {
         ),
       ),
     );
-    fill(this.different, rows.length ? element : h("p", { class: "empty-note" }, "Their specs are the same."));
+    fill(this.different, rows.length ? element : h("p", { class: "empty-note" }, "Nothing: their specs are the same."));
   }
 
   close() {
     this.live.stop();
     for (const { chart } of this.charts) chart.close();
   }
+}
+
+/** Each `[name, text, value, sign]`: `sign` 1 where more is better, -1 where less is. */
+const FIGURES = [
+  ["State", (job) => job.state],
+  ["Step", (job) => `${number(job.step)} of ${number(job.steps)}`],
+  ["Train loss", (job) => number(job.metrics.latest.loss, 4), (job) => job.metrics.latest.loss, -1],
+  [
+    "Validation loss",
+    (job) => number(job.metrics.latest.validation_loss, 4),
+    (job) => job.metrics.latest.validation_loss,
+    -1,
+  ],
+  ["Tokens/s", (job) => number(job.metrics.mean.tokens_per_second), (job) => job.metrics.mean.tokens_per_second, 1],
+  ["Step time", (job) => duration(job.metrics.mean.step_seconds), (job) => job.metrics.mean.step_seconds, -1],
+  ["MFU", (job) => percent(job.metrics.mean.mfu_full), (job) => job.metrics.mean.mfu_full, 1],
+  ["Goodput", (job) => percent(job.goodput), (job) => job.goodput, 1],
+  ["Running time", (job) => duration(job.running_seconds)],
+  ["Layout", (job) => layout(job.parallel)],
+  ["Restarts", (job) => number(job.restarts)],
+];
+
+/** The largest of values that are known and not all alike; NaN where there is none. */
+function bestOf(values) {
+  const known = values.filter(Number.isFinite);
+  return new Set(known).size > 1 ? Math.max(...known) : NaN;
+}
+
+function identicalText(names, steps) {
+  return `${names.slice(0, -1).join(", ")} and ${names.at(-1)} have identical losses at all ${number(steps)} steps compared.`;
 }
 
 /** What jobs are called on the page: with the end of their ids where two have one name. */

@@ -55,6 +55,7 @@ class JobPage {
     );
     this.place = h("div", { class: "tab-place" });
     fill(root, this.header.element, h("nav", { class: "tabs", "aria-label": "Job" }, tabs), this.place);
+    tabs[TABS.findIndex(([each]) => each === path)].scrollIntoView({ block: "nearest", inline: "center" });
     this.live = new Live((signal) => this.refresh(signal));
   }
 

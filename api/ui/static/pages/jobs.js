@@ -8,6 +8,7 @@ import {
   clock,
   counted,
   duration,
+  layout,
   number,
   numberOf,
   percent,
@@ -17,26 +18,33 @@ import {
 } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { Router, link } from "../core/router.js";
+import { remember, remembered } from "../core/preferences.js";
 import { sparkline } from "../charts/sparkline.js";
+import { bulkActions } from "../parts/bulk_actions.js";
 import { clusterText } from "../parts/cluster_text.js";
 
 const PAGE = 100;
 const SECONDS = 2;
 const SPARKLINES_EVERY = 5; // refreshes
 const TYPED_MILLISECONDS = 250;
+/** Each `[class, heading, sort, text(job)]`; those with a text can be left out. */
 const COLUMNS = [
-  ["", null],
-  ["Name", "name"],
-  ["State", "state"],
-  ["Progress", "step"],
-  ["Loss", "loss"],
-  ["Tokens/s", null],
-  ["MFU (full)", null],
-  ["Goodput", null],
-  ["Restarts", null],
-  ["Owner, labels", null],
-  ["Age", "created"],
+  ["tick", h("span", { class: "unseen" }, "Choose"), null],
+  ["name", "Name", "name"],
+  ["state", "State", "state"],
+  ["progress", "Progress", "step"],
+  ["loss", "Loss", "loss"],
+  ["validation", "Validation", null, (job) => number(job.metrics.latest.validation_loss, 4)],
+  ["tokens-s", "Tokens/s", null, (job) => number(job.metrics.mean.tokens_per_second)],
+  ["mfu", "MFU", null, (job) => percent(job.metrics.mean.mfu_full)],
+  ["goodput", "Goodput", null, (job) => percent(job.goodput)],
+  ["layout", "Layout", null, (job) => layout(job.parallel)],
+  ["duration", "Duration", null, (job) => duration(job.running_seconds)],
+  ["owner", "Owner, labels", null, ownerText],
+  ["age", "Age", "created", (job) => age(job.created_at)],
 ];
+const CHOSEN = COLUMNS.filter(([, , , text]) => text);
+const LEFT_OUT = ["mfu", "goodput"];
 const FILTERS = ["state", "search", "label", "sort", "order"];
 
 /** Build it. */
@@ -47,9 +55,11 @@ export async function open(root, context) {
 }
 
 class JobsPage {
-  constructor(root, { facts, shell, query, router }) {
+  constructor(root, context) {
+    const { facts, shell, query, router, viewer } = context;
     shell.title("Jobs", "/");
-    this.router = router;
+    Object.assign(this, { context, router, jobs: new Map(), me: null });
+    viewer.then((me) => (this.me = me));
     this.filters = Object.fromEntries(FILTERS.map((name) => [name, query.get(name) ?? ""]));
     this.pages = 1;
     this.turn = 0;
@@ -90,9 +100,12 @@ class JobsPage {
       },
       "Compare",
     );
+    this.bulk = bulkActions(this.context, () => this.live.now());
     this.counts = h("span", { class: "note counts" });
-    const headings = COLUMNS.map(([name, sort]) => (sort ? this.sorter(name, sort) : name));
-    const { element, body } = table(headings, { classes: "jobs", label: "Jobs" });
+    const headings = COLUMNS.map(([, name, sort]) => (sort ? this.sorter(name, sort) : name));
+    const columns = COLUMNS.map(([name]) => name);
+    const { element, body } = table(headings, { classes: "jobs", label: "Jobs", columns });
+    const chooser = columnChooser(element.querySelector("table"));
     this.table = h("section", { class: "panel flush" }, element);
     this.rows = new KeyedRows(
       body,
@@ -100,12 +113,27 @@ class JobsPage {
       (job) => new JobLine(job, this.lines, this.ticked.has(job.id), (id, on) => this.tick(id, on)),
     );
     this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Show more");
-    this.none = h("p", { class: "empty-note", hidden: true });
+    this.none = h(
+      "p",
+      { class: "empty-note", hidden: true },
+      "No job matches. ",
+      h("button", { class: "button", onclick: () => this.clear() }, "Clear filters"),
+    );
+    this.skeleton = h("div", { class: "skeleton" });
     this.welcome = welcome();
     fill(
       root,
       h("div", { class: "title-row" }, h("h1", {}, "Jobs"), this.cluster, h("span", { class: "gap" }), this.counts),
-      h("div", { class: "toolbar" }, search, this.states, label, h("span", { class: "gap" }), this.compare),
+      h(
+        "div",
+        { class: "toolbar" },
+        (this.inputs = [search, this.states, label]),
+        h("span", { class: "gap" }),
+        this.bulk.elements,
+        this.compare,
+        chooser,
+      ),
+      this.skeleton,
       this.table,
       this.more,
       this.none,
@@ -136,6 +164,12 @@ class JobsPage {
     this.live.now();
   }
 
+  clear() {
+    for (const input of this.inputs) input.value = "";
+    Object.assign(this.filters, { state: "", search: "", label: "" });
+    this.filter("state", "");
+  }
+
   showMore() {
     this.pages += 1;
     this.live.now();
@@ -146,6 +180,12 @@ class JobsPage {
     else this.ticked.delete(id);
     setAttribute(this.compare, "disabled", this.ticked.size < 2);
     setText(this.compare, this.ticked.size ? `Compare ${this.ticked.size}` : "Compare");
+    this.showBulk();
+  }
+
+  /** What can be done with the ticked jobs that are listed. */
+  showBulk() {
+    this.bulk.show([...this.ticked].map((id) => this.jobs.get(id)).filter(Boolean), this.me);
   }
 
   async refresh(signal) {
@@ -204,11 +244,13 @@ class JobsPage {
 
   show(jobs, more) {
     this.rows.show(jobs);
+    this.jobs = new Map(jobs.map((job) => [job.id, job]));
+    this.showBulk();
+    setVisible(this.skeleton, false);
     const filtered = this.filters.state || this.filters.search || this.filters.label;
     setVisible(this.table, jobs.length > 0);
     setVisible(this.more, more);
     setVisible(this.none, jobs.length === 0 && Boolean(filtered));
-    setText(this.none, "No job matches.");
     setVisible(this.welcome, jobs.length === 0 && !filtered);
     for (const button of this.table.querySelectorAll("[data-sort]")) {
       const isOn = button.dataset.sort === (this.filters.sort || "created");
@@ -244,21 +286,20 @@ class JobLine {
     });
     this.name = h("a", { class: "job-link", href: link(`/jobs/${job.id}`) });
     this.badge = badge();
+    this.restarts = h("span", { class: "restarts kind tone-warn" });
     this.why = h("div", { class: "why-short" });
     this.step = h("span", { class: "step" });
     this.left = h("span", { class: "note" });
     this.bar = bar(`Progress of ${job.name}`);
     this.line = sparkline(`Loss of ${job.name}`);
     this.loss = h("span", { class: "number" });
-    this.cells = ["tokens-s", "mfu", "goodput", "restarts", "owner", "age"].map((name) =>
-      h("td", { class: `number c-${name}` }),
-    );
+    this.cells = CHOSEN.map(([name]) => h("td", { class: `number c-${name}` }));
     this.element = h(
       "tr",
       {},
       h("td", { class: "c-tick" }, this.box),
       h("td", { class: "c-name" }, this.name, h("div", { class: "job-id" }, job.id)),
-      h("td", { class: "c-state" }, this.badge.element, this.why),
+      h("td", { class: "c-state" }, this.badge.element, this.restarts, this.why),
       h("td", { class: "c-progress" }, h("div", { class: "steps" }, this.step, this.left), this.bar.element),
       h("td", { class: "c-loss" }, this.line.element, this.loss),
       this.cells,
@@ -271,30 +312,61 @@ class JobLine {
     setText(this.name, job.name);
     setAttribute(this.name, "title", job.name);
     this.badge.show(job.state, stateTone(job.state));
+    setText(this.restarts, job.restarts ? counted(job.restarts, "restart") : "");
     const reason = why(job);
-    setText(this.why, reason);
+    setText(this.why, shortReason(reason));
     setAttribute(this.why, "title", reason || null);
     setText(this.step, `${number(job.step)} / ${number(job.steps)}`);
     setText(this.left, job.eta_seconds === null ? "" : `${duration(job.eta_seconds)} left`);
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, stateTone(job.state));
     setText(this.loss, number(latest.loss, 4));
-    const labels = Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`);
-    const texts = [
-      number(latest.tokens_per_second),
-      percent(latest.mfu_full),
-      percent(job.goodput),
-      number(job.restarts),
-      [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN,
-      age(job.created_at),
-    ];
-    texts.forEach((text, place) => setText(this.cells[place], text));
-    setAttribute(this.cells[4], "title", texts[4]);
-    setAttribute(this.cells[5], "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
+    CHOSEN.forEach(([name, , , text], place) => {
+      const cell = this.cells[place];
+      setText(cell, text(job));
+      if (name === "owner") setAttribute(cell, "title", text(job));
+      if (name === "age") setAttribute(cell, "title", `${clock(job.created_at)} (${utc(job.created_at)})`);
+    });
   }
 
   showLine() {
     this.line.show(this.lines.get(this.id) ?? []);
   }
+}
+
+function ownerText(job) {
+  const labels = Object.entries(job.labels ?? {}).map(([key, value]) => `${key}=${value}`);
+  return [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN;
+}
+
+/** A reason that fits on two lines: of paths, their last part. */
+export function shortReason(text) {
+  return text.split("\n")[0].replace(/(^|[\s(])\/[^\s,:]*\/([^\s\/,:]+)/g, "$1$2");
+}
+
+/** A menu of the columns that can be left out of a table; this browser remembers them. */
+function columnChooser(grid) {
+  const left = new Set((remembered("columns-left-out") ?? LEFT_OUT.join(",")).split(",").filter(Boolean));
+  const box = ([name, heading]) => {
+    const choose = (isOn) => {
+      if (isOn) left.delete(name);
+      else left.add(name);
+      grid.classList.toggle(`without-${name}`, !isOn);
+      remember("columns-left-out", [...left].join(","));
+    };
+    grid.classList.toggle(`without-${name}`, left.has(name));
+    const checkbox = h("input", {
+      type: "checkbox",
+      checked: !left.has(name),
+      onchange: (event) => choose(event.target.checked),
+    });
+    return h("label", { class: "inline" }, checkbox, heading);
+  };
+  return h(
+    "details",
+    { class: "chooser" },
+    h("summary", { class: "button" }, "Columns"),
+    h("div", { class: "panel" }, CHOSEN.map(box)),
+  );
 }
 
 function welcome() {
@@ -309,6 +381,7 @@ function welcome() {
       h("a", { href: link("/submit") }, "here"),
       "; it will show up at once.",
     ),
-    h("pre", {}, `export MANTA_URL=${location.origin}\nmanta submit examples/quickstart.yaml`),
+    h("pre", {}, "manta submit examples/quickstart.yaml"),
+    h("p", { class: "note" }, `On another machine, set MANTA_URL=${location.origin} and MANTA_API_KEY first.`),
   );
 }

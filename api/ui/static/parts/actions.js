@@ -104,7 +104,7 @@ function askPause(job) {
         {},
         job.state === "QUEUED"
           ? "It leaves the queue and loses its position until it is resumed."
-          : `It saves its state after the current step and releases its ${slots}. No step is lost; when it is resumed, it waits in the queue for as many.`,
+          : `It saves its state after the current step and releases its ${slots}. No step is lost; when it is resumed, it waits in the queue for as many slots.`,
       ),
     ],
     { yes: "Pause" },

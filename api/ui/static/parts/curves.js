@@ -173,3 +173,30 @@ export function merged(names, answers) {
   for (const answer of answers) columns.merge(answer);
   return { columns: columns.columns, lost: columns.lost };
 }
+
+/**
+ * Which of `columns` have equal losses, to the last bit, at all steps that are known of both: `[{places, steps}]`, where
+ * `places` are theirs in `columns` and `steps` the fewest that two of them have in common, at least 2.
+ */
+export function identical(columns) {
+  const groups = [];
+  columns.forEach((each, place) => {
+    for (const group of groups) {
+      const steps = stepsAlike(columns[group.places[0]], each);
+      if (steps < 2) continue;
+      group.places.push(place);
+      group.steps = Math.min(group.steps, steps);
+      return;
+    }
+    groups.push({ places: [place], steps: Infinity });
+  });
+  return groups.filter(({ places }) => places.length > 1);
+}
+
+/** How many steps two have in common; 0 where a loss differs. */
+function stepsAlike({ columns: one }, { columns: other }) {
+  const losses = new Map(one.step.map((step, place) => [step, one.loss[place]]));
+  const common = other.step.filter((step) => losses.has(step));
+  const alike = other.step.every((step, place) => !losses.has(step) || Object.is(losses.get(step), other.loss[place]));
+  return alike ? common.length : 0;
+}

@@ -3,6 +3,7 @@
 import { get } from "../core/api.js";
 import { KeyedRows, emptyNote, h, marked, setVisible, table } from "../core/dom.js";
 import { UNKNOWN, clock, eventTone, utc, words } from "../core/format.js";
+import { generationHeading } from "./recovery_table.js";
 
 const PAGE = 1000;
 const MOST_PAGES = 20;
@@ -31,7 +32,11 @@ export class JobEvents {
 
 /** A table of events, newest first; `{element, show(events)}`. */
 export function eventTable(label = "Events") {
-  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", "Gen."], { classes: "events", label });
+  const { element, body } = table(["Time", "Event", "Message", "Rank", "Step", generationHeading()], {
+    classes: "events",
+    label,
+    columns: ["time", "event", "message", "rank", "step", "generation"],
+  });
   const none = emptyNote("No event yet.");
   const rows = new KeyedRows(body, (event) => event.id, eventRow);
   return {
@@ -44,17 +49,22 @@ export function eventTable(label = "Events") {
   };
 }
 
+/** What an event says, with the rank that says it. */
+function messageOf({ message, rank }) {
+  return rank === null || /\branks? /.test(message) ? message : `rank ${rank}: ${message}`;
+}
+
 function eventRow(event) {
   const text = (value) => (value === null ? UNKNOWN : value.toLocaleString("en-US"));
   const element = h(
     "tr",
     {},
-    h("td", { class: "mono", title: utc(event.time) }, clock(event.time)),
+    h("td", { class: "mono moment", title: utc(event.time) }, clock(event.time)),
     h("td", { class: `kind tone-${eventTone(event)}` }, words(event.type)),
-    h("td", { class: "message" }, marked(event.message)),
-    h("td", { class: "number" }, text(event.rank)),
-    h("td", { class: "number" }, text(event.step)),
-    h("td", { class: "number" }, text(event.generation)),
+    h("td", { class: "message" }, marked(messageOf(event))),
+    h("td", { class: "number c-rank" }, text(event.rank)),
+    h("td", { class: "number c-step" }, text(event.step)),
+    h("td", { class: "number c-generation" }, text(event.generation)),
   );
   return { element, show() {} };
 }

@@ -2,29 +2,29 @@
 
 import { ChartGroup, X_AXES } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
-import { h } from "../core/dom.js";
-import { bytes, duration, percent } from "../core/format.js";
+import { h, setText } from "../core/dom.js";
+import { remember, remembered } from "../core/preferences.js";
+import { Router } from "../core/router.js";
 import { JobCurves, lostInWords, validationsOf } from "./curves.js";
 
-const asPercent = (value) => percent(value, 1);
-
-/** By name: title, axes and lines, each `[label, metric, axis]`. */
+/** By name: title, axis and lines, each `[label, metric]`; `raw`: its lines are never smoothed. */
 export const CHARTS = {
-  loss: { title: "Loss", axes: [{ label: "nats per token" }], lines: [["train", "loss"]], validations: true },
+  loss: { title: "Loss", axis: { label: "nats per token" }, lines: [["train", "loss"]], validations: true },
   throughput: {
     title: "Throughput",
-    axes: [{ label: "tokens/s", floor: 0 }],
+    axis: { label: "tokens/s", floor: 0 },
     lines: [["tokens/s", "tokens_per_second"]],
   },
-  norm: { title: "Gradient norm", axes: [{ label: "L2, before clipping" }], lines: [["gradient norm", "grad_norm"]] },
+  norm: { title: "Gradient norm", axis: { label: "L2, before clipping" }, lines: [["gradient norm", "grad_norm"]] },
   rate: {
     title: "Learning rate",
-    axes: [{ label: "learning rate", floor: 0 }],
+    axis: { label: "learning rate", floor: 0 },
     lines: [["learning rate", "learning_rate"]],
+    raw: true,
   },
-  utilisation: {
-    title: "Utilisation",
-    axes: [{ label: "of the devices' peak", floor: 0, format: asPercent }],
+  utilization: {
+    title: "Utilization",
+    axis: { label: "of the devices' peak", floor: 0, style: "share" },
     lines: [
       ["MFU, attention in full", "mfu_full"],
       ["MFU, attention causal", "mfu_causal"],
@@ -33,13 +33,14 @@ export const CHARTS = {
   },
   step: {
     title: "Step time",
-    axes: [{ label: "seconds a step", floor: 0, format: duration }],
+    axis: { label: "per step", floor: 0, style: "seconds" },
     lines: [["step", "step_seconds"]],
   },
   memory: {
     title: "Memory",
-    axes: [{ label: "highest of a rank", floor: 0, format: bytes }],
+    axis: { label: "highest of a rank", floor: 0, style: "bytes" },
     lines: [["memory", "memory_bytes"]],
+    raw: true,
   },
 };
 
@@ -47,14 +48,14 @@ const SHARED = ["tokens", "time"];
 
 /** Some of a job's charts, followed together; `elements` go into the page. `marks`: `[{step, label, tone}]`. */
 export class JobCharts {
-  constructor(id, spec, names, options = {}) {
-    this.group = new ChartGroup({ ...options, onView: (view) => this.looked(view) });
+  /** `query`: of the address, which then says what is looked at; without it, nothing does. */
+  constructor(id, spec, names, query = null) {
+    this.group = groupOf(query, (view) => this.looked(view));
     this.charts = names.map((name) => ({
       ...CHARTS[name],
-      chart: new LineChart(this.group, CHARTS[name].title, CHARTS[name].axes, options),
+      chart: new LineChart(this.group, CHARTS[name].title, CHARTS[name].axis),
     }));
     this.validations = validationsOf(spec);
-    this.extra = spec?.train?.z_loss ? ["z_loss"] : [];
     const metrics = [...this.charts.flatMap(({ lines }) => lines.map(([, metric]) => metric)), ...SHARED];
     this.curves = new JobCurves(
       id,
@@ -70,7 +71,9 @@ export class JobCharts {
   async refresh(signal, job) {
     if (this.step !== undefined && this.step === job.step && this.generation === job.generation) return;
     const different = await this.curves.poll(signal);
+    const isFirst = this.step === undefined;
     [this.step, this.generation] = [job.step, job.generation];
+    if (isFirst && this.group.view) await this.looked(this.group.view);
     if (different) this.draw();
   }
 
@@ -78,14 +81,6 @@ export class JobCharts {
   mark(marks) {
     if (JSON.stringify(marks) === JSON.stringify(this.marks)) return;
     this.marks = marks;
-    this.draw();
-  }
-
-  /** Measure x by another axis. */
-  measureBy(axis) {
-    this.group.axis = axis;
-    this.group.view = null;
-    this.curves.look(null);
     this.draw();
   }
 
@@ -99,8 +94,8 @@ export class JobCharts {
     const column = X_AXES[this.group.axis].column;
     const [columns, validations] = [this.curves.shown, this.curves.seldom];
     const marks = this.marks.map(({ step, ...rest }) => ({ ...rest, x: this.curves.all.at(column, step) }));
-    for (const { chart, lines, validations: withValidations } of this.charts) {
-      const drawn = lines.map(([name, metric]) => ({ name, x: columns.x(column), y: columns.columns[metric] }));
+    for (const { chart, lines, raw, validations: withValidations } of this.charts) {
+      const drawn = lines.map(([name, metric]) => ({ name, raw, x: columns.x(column), y: columns.columns[metric] }));
       if (withValidations && validations) {
         for (const [name, metric] of this.validations) {
           const y = validations.columns[metric];
@@ -148,26 +143,55 @@ export function marksOf(events) {
   );
 }
 
-/** Controls of a page of charts: axis below, smoothing, show all. */
-export function chartControls(charts) {
+/** A group of charts that shows what the query of an address says, and lets the address say what it shows. */
+export function groupOf(query, onView) {
+  const remembers = Number(query?.get("smoothing") ?? remembered("smoothing"));
+  const [from, to] = ["from", "to"].map((name) => Number.parseFloat(query?.get(name)));
+  return new ChartGroup({
+    axis: X_AXES[query?.get("x")] ? query.get("x") : "step",
+    smoothing: remembers > 0 && remembers < 1 ? remembers : 0,
+    view: from < to ? [from, to] : null,
+    onView,
+    onChange: query ? addressSays : () => {},
+  });
+}
+
+function addressSays({ axis, smoothing, view }) {
+  const [from, to] = (view ?? ["", ""]).map((value) => (value === "" ? "" : Number(value.toFixed(3))));
+  remember("smoothing", smoothing);
+  Router.query({ x: axis === "step" ? "" : axis, smoothing: smoothing || "", from, to });
+}
+
+/** Controls of a page of charts: axis below, and smoothing. */
+export function chartControls(group) {
   const axis = h(
     "select",
-    { "aria-label": "Measure progress by", onchange: (event) => charts.measureBy(event.target.value) },
-    Object.entries(X_AXES).map(([name, { label }]) => h("option", { value: name }, `by ${label}`)),
+    { "aria-label": "Measure progress by", onchange: (event) => group.measureBy(event.target.value) },
+    Object.entries(X_AXES).map(([name, { label }]) =>
+      h("option", { value: name, selected: name === group.axis }, `by ${label}`),
+    ),
   );
-  const smooth = h("input", {
+  return [
+    axis,
+    smoothingControl(group),
+    h("span", { class: "note" }, "drag to zoom, double-click for all; keys: arrows, +, -, 0"),
+  ];
+}
+
+/** The slider of how much is smoothed, with its value. */
+export function smoothingControl(group) {
+  const value = h("output", { class: "number" }, group.smoothing.toFixed(2));
+  const slider = h("input", {
     type: "range",
     min: 0,
     max: 0.99,
     step: 0.01,
-    value: charts.group.smoothing,
+    value: group.smoothing,
     "aria-label": "Smoothing",
-    oninput: (event) => charts.group.smooth(event.target.valueAsNumber),
+    oninput: () => {
+      setText(value, slider.valueAsNumber.toFixed(2));
+      group.smooth(slider.valueAsNumber);
+    },
   });
-  return [
-    axis,
-    h("label", { class: "inline" }, "smoothing", smooth),
-    h("button", { class: "button", onclick: () => charts.group.look(null) }, "Show all"),
-    h("span", { class: "note" }, "drag to zoom, double-click for all; keys: arrows, +, -, 0"),
-  ];
+  return h("label", { class: "inline smoothing" }, "smoothing", slider, value);
 }

@@ -5,24 +5,26 @@ import { UNKNOWN, duration, layout, number, percent, stateTone, why } from "../c
 import { may } from "../core/shell.js";
 import { ACTIONS, run } from "./actions.js";
 
+const OVER = ["SUCCEEDED", "FAILED", "CANCELLED"];
+const MEAN = "Over the last 20 steps, or the whole run of a job that is over, without the first step after each start.";
 const FIGURES = [
   ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
-  ["Validation loss", (job) => number(job.metrics.latest.validation_loss, 4)],
-  ["Tokens/s", (job) => number(job.metrics.latest.tokens_per_second)],
+  ["Validation loss", (job) => validationText(job), "Of the newest step at which it was measured."],
+  ["Tokens/s", (job) => number(job.metrics.mean.tokens_per_second), `Mean. ${MEAN}`],
   [
-    "MFU (full)",
-    (job) => percent(job.metrics.latest.mfu_full),
-    "Of the peak rate of the job's devices, attention counted in full. On CPUs the peak is what this many cores reach in products of matrices.",
+    "MFU",
+    (job) => percent(job.metrics.mean.mfu_full),
+    `Model FLOPs utilization: mean share of the peak rate of the job's devices, attention counted in full. On CPUs, MFU is relative to the matmul rate measured on these cores at job start. ${MEAN}`,
   ],
-  ["Step", (job) => duration(job.metrics.latest.step_seconds)],
+  ["Step time", (job) => duration(job.metrics.mean.step_seconds), `Mean. ${MEAN}`],
   [
     "Goodput",
     (job) => percent(job.goodput),
     "Time in which new steps were computed, of all time but queue and pauses.",
   ],
   ["Restarts", (job) => number(job.restarts)],
-  ["Ranks (t × p × d)", (job) => layout(job.parallel)],
-  ["Running for", (job) => runningFor(job)],
+  ["Layout", (job) => layout(job.parallel), "Ranks: tensor × pipeline × data parallel."],
+  ["Running time", (job) => duration(job.running_seconds), "Without queue and pauses."],
 ];
 
 export class JobHeader {
@@ -41,8 +43,9 @@ export class JobHeader {
     this.bar = bar("Progress");
     this.progress = h("span", { class: "progress-text" });
     this.values = FIGURES.map(() => h("dd", { class: "value" }, UNKNOWN));
-    const figure = ([label, , hint], place) =>
-      h("div", { class: "figure", title: hint ?? null }, h("dt", {}, label), this.values[place]);
+    this.figures = FIGURES.map(([label, , hint], place) =>
+      h("div", { class: "figure", title: hint ?? null }, h("dt", {}, label), this.values[place]),
+    );
     this.element = h(
       "div",
       { class: "job-head" },
@@ -63,7 +66,7 @@ export class JobHeader {
       this.why,
       this.printed,
       h("div", { class: "progress-row" }, this.bar.element, this.progress),
-      h("dl", { class: "figures" }, FIGURES.map(figure)),
+      h("dl", { class: "figures" }, this.figures),
     );
   }
 
@@ -91,10 +94,18 @@ export class JobHeader {
     const labels = Object.entries(job.labels ?? {}).map(([key, value]) => (value ? `${key}=${value}` : key));
     if (job.owner) labels.unshift(`by ${job.owner}`);
     setText(this.labels, labels.join("  "));
-    this.showWhy(why(job), tone);
+    const isOver = OVER.includes(job.state);
+    const stays = isOver || job.state === "PAUSED"; // what passes by has no place of its own, which would move the page
+    this.showWhy(stays ? why(job) : "", tone);
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, tone);
-    setText(this.progress, progressText(job));
-    FIGURES.forEach(([, text], place) => setText(this.values[place], text(job)));
+    const reason = stays ? "" : why(job).split("\n")[0];
+    setText(this.progress, [progressText(job), reason].filter(Boolean).join(" · "));
+    setAttribute(this.progress, "title", reason || null);
+    FIGURES.forEach(([, text], place) => {
+      const value = text(job);
+      setText(this.values[place], value);
+      setVisible(this.figures[place], !(isOver && value === UNKNOWN));
+    });
     for (const { action, element } of this.buttons)
       setVisible(element, may(me, ACTIONS[action].scope) && ACTIONS[action].offered(job, this.context.facts));
   }
@@ -123,8 +134,10 @@ function progressText(job) {
   return job.eta_seconds === null ? text : `${text}, about ${duration(job.eta_seconds)} to go`;
 }
 
-function runningFor(job) {
-  if (!job.started_at) return UNKNOWN;
-  const until = job.finished_at ? Date.parse(job.finished_at) : Date.now();
-  return duration(Math.round((until - Date.parse(job.started_at)) / 1000));
+/** The newest validation loss, and its step where that is not the newest one. */
+function validationText(job) {
+  const text = number(job.metrics.latest.validation_loss, 4);
+  const every = job.spec.train?.validate_every;
+  if (text === UNKNOWN || !every || job.step % every === 0) return text;
+  return `${text} at ${number(job.step - (job.step % every))}`;
 }

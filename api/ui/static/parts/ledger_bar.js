@@ -1,7 +1,9 @@
 /** Every second of a job as one bar, with its classes named below. */
 
 import { fill, h, setText } from "../core/dom.js";
-import { duration, ledgerTone, percent, words } from "../core/format.js";
+import { duration, ledgerName, ledgerTone, percent } from "../core/format.js";
+
+const SHOWN = 3;
 
 /** `{element, note, show(ledger)}`; `note` is the ledger in one line. */
 export function ledgerBar() {
@@ -27,22 +29,33 @@ export function ledgerBar() {
         parts.map(([name, seconds]) =>
           h("div", {
             class: `ledger-part tone-${ledgerTone(name)}`,
-            title: `${words(name)}: ${duration(seconds)}`,
+            title: `${ledgerName(name)}: ${duration(seconds)}`,
             style: { flexGrow: seconds / ledger.wall_seconds },
           }),
         ),
       );
-      bar.setAttribute("aria-label", parts.map(([name, seconds]) => `${words(name)} ${share(seconds)}`).join(", "));
-      fill(
-        names,
-        parts.map(([name, seconds]) =>
-          h(
-            "span",
-            { class: `ledger-name tone-${ledgerTone(name)}` },
-            `${words(name)} ${duration(seconds)} (${share(seconds)})`,
-          ),
-        ),
+      bar.setAttribute(
+        "aria-label",
+        parts.map(([name, seconds]) => `${ledgerName(name)} ${share(seconds)}`).join(", "),
       );
+      const isOpen = names.querySelector("details")?.open ?? false;
+      fill(names, named(parts, share, isOpen));
     },
   };
+}
+
+/** The three largest parts by name, and the others below one that unfolds. */
+function named(parts, share, isOpen) {
+  const text = (name, seconds) => `${name} ${duration(seconds)} (${share(seconds)})`;
+  const one = ([name, seconds]) =>
+    h("span", { class: `ledger-name tone-${ledgerTone(name)}` }, text(ledgerName(name), seconds));
+  const sorted = parts.toSorted(([, seconds], [, others]) => others - seconds);
+  if (sorted.length <= SHOWN + 1) return sorted.map(one);
+  const rest = sorted.slice(SHOWN);
+  const sum = rest.reduce((total, [, seconds]) => total + seconds, 0);
+  const others = h("div", { class: "ledger-names" }, rest.map(one));
+  return [
+    ...sorted.slice(0, SHOWN).map(one),
+    h("details", { open: isOpen }, h("summary", {}, text("other", sum)), others),
+  ];
 }

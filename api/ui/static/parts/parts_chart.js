@@ -3,7 +3,6 @@
 import { ChartGroup } from "../charts/group.js";
 import { LineChart } from "../charts/line_chart.js";
 import { setVisible } from "../core/dom.js";
-import { duration } from "../core/format.js";
 import { JobCurves } from "./curves.js";
 
 /** The chart; hidden while nothing is known. `parts`: labels by name; `every`: the job's `train.time_parts_every`. */
@@ -11,9 +10,8 @@ export class PartsChart {
   constructor(id, parts, every) {
     this.parts = parts;
     this.group = new ChartGroup();
-    this.chart = new LineChart(this.group, "Parts of a step over time", [
-      { label: "seconds a step", floor: 0, format: duration },
-    ]);
+    const axis = { label: "per step", floor: 0, style: "seconds" };
+    this.chart = new LineChart(this.group, "Parts of a step over time", axis, { stack: true });
     this.names = Object.keys(parts).map((part) => `${part}_seconds`);
     this.curves = new JobCurves(id, ["step_seconds"], this.names, every);
     this.element = this.chart.element;

@@ -5,13 +5,13 @@ import { JobEvents } from "../../parts/events.js";
 import { CHARTS, JobCharts, chartControls, marksOf } from "../../parts/job_charts.js";
 
 /** The tab. */
-export function create({ id, job }) {
-  const charts = new JobCharts(id, job.spec, Object.keys(CHARTS));
+export function create({ id, job, query }) {
+  const charts = new JobCharts(id, job.spec, Object.keys(CHARTS), query);
   const events = new JobEvents(id);
   const element = h(
     "div",
     {},
-    h("div", { class: "toolbar" }, chartControls(charts)),
+    h("div", { class: "toolbar" }, chartControls(charts.group)),
     h("div", { class: "chart-grid" }, charts.elements),
   );
   return {

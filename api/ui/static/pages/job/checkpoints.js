@@ -2,7 +2,7 @@
 
 import { Problem, Unreachable, all, get, optional, send } from "../../core/api.js";
 import { KeyedRows, badge, emptyNote, h, panel, setText, setVisible, table } from "../../core/dom.js";
-import { UNKNOWN, age, bytes, clock, counted, number, utc } from "../../core/format.js";
+import { UNKNOWN, age, bytes, clock, counted, number, numberOf, utc } from "../../core/format.js";
 import { confirmed, notify } from "../../core/notices.js";
 import { may } from "../../core/shell.js";
 import { newestCheckpoint } from "../../parts/actions.js";
@@ -13,13 +13,17 @@ const TONES = { complete: "good", saving: "busy", failed: "bad", deleted: "idle"
 export function create({ id, viewer, refreshNow }) {
   const there = panel("Checkpoints");
   const none = emptyNote("No checkpoint yet.");
-  const main = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], {
-    classes: "checkpoints",
-    label: "Checkpoints",
-  });
+  const headings = ["Step", "State", "Loss", "Validation", "Size", "Started", "Where"];
+  const actions = h("span", { class: "unseen" }, "Actions");
+  const columns = [...headings, "actions"].map((name) => name.toLowerCase());
+  const main = table([...headings, actions], { classes: "checkpoints", label: "Checkpoints", columns });
   const exporting = h("p", { class: "note", role: "status" });
   there.body.append(none, exporting, main.element);
-  const gone = table(["Step", "State", "Size", "Begun", "Age", "Where", ""], { label: "Deleted checkpoints" });
+  const gone = table([...headings, actions.cloneNode(true)], {
+    classes: "checkpoints",
+    label: "Deleted checkpoints",
+    columns,
+  });
   const summary = h("summary", {});
   const folded = h("details", { class: "panel" }, summary, h("div", { class: "tall" }, gone.element));
   const rows = [
@@ -34,39 +38,42 @@ export function create({ id, viewer, refreshNow }) {
       (each) => row(each),
     ),
   ];
-  let [me, job, last, closed] = [null, null, null, false];
+  let [me, job, last, best, closed] = [null, null, null, null, false];
   viewer.then((known) => (me = known));
 
   function row(first) {
     let checkpoint = first;
     const state = badge();
-    const cells = Array.from({ length: 6 }, () => h("td", { class: "number" }));
-    cells[1].append(state.element);
+    const cells = headings.map((_, place) => h("td", { class: `number c-${columns[place]}` }));
     const [path, reason] = [h("div", { class: "mono message" }), h("div", { class: "note" })];
-    cells[5].append(path, reason);
-    cells[5].className = "";
+    cells[1].append(state.element, reason);
+    cells[6].append(path);
+    cells[6].className = "c-where";
     const buttons = h(
       "div",
       { class: "actions" },
-      h("button", { class: "plain", onclick: () => copy(checkpoint) }, "copy path"),
-      h("button", { class: "plain", hidden: true, onclick: () => exportOf(checkpoint) }, "export"),
-      h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "delete"),
+      h("button", { class: "plain", onclick: () => copy(checkpoint) }, "Copy path"),
+      h("button", { class: "plain", hidden: true, onclick: () => exportOf(checkpoint) }, "Export"),
+      h("button", { class: "plain", hidden: true, onclick: () => remove(checkpoint) }, "Delete"),
     );
     return {
-      element: h("tr", {}, cells, h("td", {}, buttons)),
+      element: h("tr", {}, cells, h("td", { class: "c-actions" }, buttons)),
       show(now) {
         checkpoint = now;
         setText(cells[0], number(now.step));
         state.show(now.state, TONES[now.state] ?? "idle");
-        setText(cells[2], bytes(now.bytes));
-        setText(cells[3], clock(now.created_at));
-        cells[3].title = utc(now.created_at);
-        setText(cells[4], age(now.created_at));
-        setText(path, now.path || UNKNOWN);
+        setText(cells[2], number(now.loss, 4));
+        setText(cells[3], number(now.validation_loss, 4));
+        setText(cells[4], bytes(now.bytes));
         setText(
-          reason,
-          now.exists === false && now.state === "complete" ? "its files are gone" : (now.kept_because ?? ""),
+          cells[5],
+          `${clock(now.created_at)}, ${age(now.created_at)}${/\d/.test(age(now.created_at)) ? " ago" : ""}`,
         );
+        cells[5].title = utc(now.created_at);
+        setText(path, now.path || UNKNOWN);
+        const isGone = now.exists === false && now.state === "complete";
+        const why = isGone ? "its files are gone" : now.kept_because;
+        setText(reason, [now.id === best?.id ? `best: lowest ${best.measure}` : "", why].filter(Boolean).join(" / "));
         for (const button of [...buttons.children].slice(1))
           setVisible(button, now.state === "complete" && may(me, "submit"));
       },
@@ -76,7 +83,7 @@ export function create({ id, viewer, refreshNow }) {
   async function copy(checkpoint) {
     try {
       await navigator.clipboard.writeText(checkpoint.path); // which browsers have over TLS and on loopback alone
-      notify("Path copied. `manta export PATH --to FOLDER --format hf` exports its weights.", "good");
+      notify("Path copied. manta export PATH --to FOLDER --format hf exports its weights.", "good");
     } catch {
       notify("This browser does not allow pages to copy: select the path and copy it yourself.");
     }
@@ -99,7 +106,7 @@ export function create({ id, viewer, refreshNow }) {
         h(
           "p",
           {},
-          "A process of the service writes them to a folder of its machine that is not there yet; the folder is there as a whole, or not at all. A name alone is one below the service's folder for exports.",
+          "The service writes the weights to a new folder on its machine. The folder appears only when the export is complete. A plain name is created in the service's export folder.",
         ),
         h("label", { class: "field" }, "Folder", to),
         h("label", { class: "field" }, "Format", format),
@@ -146,7 +153,7 @@ export function create({ id, viewer, refreshNow }) {
         ),
         h("p", { class: "mono" }, checkpoint.path),
       ],
-      { yes: "Delete it", danger: true },
+      { yes: "Delete checkpoint", danger: true },
     );
     if (!yes) return;
     try {
@@ -169,6 +176,7 @@ export function create({ id, viewer, refreshNow }) {
       );
       const kept = items.filter((each) => each.state !== "deleted");
       last = newestCheckpoint(kept);
+      best = bestOf(kept);
       const deleted = items.filter((each) => each.state === "deleted");
       const total = kept.reduce((sum, each) => sum + (each.bytes ?? 0), 0);
       setText(
@@ -185,4 +193,17 @@ export function create({ id, viewer, refreshNow }) {
       rows[1].show(deleted);
     },
   };
+}
+
+/** The complete checkpoint with the lowest loss, and the `measure` of it: of validation where all have one. Null: none. */
+export function bestOf(checkpoints) {
+  const complete = checkpoints.filter((each) => each.state === "complete");
+  for (const [measure, value] of [
+    ["validation loss", (each) => numberOf(each.validation_loss)],
+    ["training loss", (each) => numberOf(each.loss)],
+  ]) {
+    if (complete.length > 1 && complete.every((each) => Number.isFinite(value(each))))
+      return { ...complete.reduce((best, each) => (value(each) < value(best) ? each : best)), measure };
+  }
+  return null;
 }

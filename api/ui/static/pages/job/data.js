@@ -1,8 +1,8 @@
 /** What a job is fed with: how far it is in its data, how long it waits for it, what it is blended of. */
 
 import { get } from "../../core/api.js";
-import { fill, h, panel, setText, table } from "../../core/dom.js";
-import { compact, duration, number, numberOf, percent } from "../../core/format.js";
+import { fill, h, panel, setText, setVisible, table } from "../../core/dom.js";
+import { UNKNOWN, compact, duration, number, numberOf, percent } from "../../core/format.js";
 import { JobEvents, eventTable } from "../../parts/events.js";
 
 const TYPES = ["corpus", "data", "sample", "token", "rolled_back", "step_skipped", "spike"];
@@ -10,7 +10,7 @@ const TYPES = ["corpus", "data", "sample", "token", "rolled_back", "step_skipped
 /** The tab. */
 export function create({ id, job }) {
   const [progress, sources, happened] = [panel("Progress"), panel("Sources"), panel("What happened to the data")];
-  const figures = h("dl", { class: "figures few" });
+  const figures = h("dl", { class: "figures" });
   progress.body.append(figures);
   const { element, body } = table(["Source", "Weight", "Share", "Paths"], { label: "Sources" });
   sources.body.append(element);
@@ -39,20 +39,28 @@ export function create({ id, job }) {
       const batch = now.spec.train?.global_batch_size ?? 0;
       const tokens = numberOf(now.metrics.latest.tokens);
       const trained = (ledger.seconds.compute ?? 0) + (ledger.seconds.data_wait ?? 0);
+      const prepared = events.items.findLast((event) => event.type === "data_prepared")?.data;
+      const isBlend = Boolean(now.spec.data?.weights); // whose parts have epochs of different lengths
+      const epoch = isBlend ? NaN : prepared?.tokens * (1 - (now.spec.data?.validation_fraction ?? 0));
+      const waited = ledger.seconds.data_wait ?? 0;
       const shown = [
         ["Tokens seen", compact(tokens)],
-        ["Samples a step", number(batch)],
-        ["Tokens a sample", number(now.spec.model?.sequence_length)],
-        ["Waited for data", duration(ledger.seconds.data_wait ?? 0)],
-        ["Of the training time", trained > 0 ? percent((ledger.seconds.data_wait ?? 0) / trained, 2) : "–"],
-      ];
+        ["Tokens an epoch", compact(epoch)],
+        ["Epochs", compact(tokens / epoch, 3)],
+        ["Documents", number(prepared?.documents)],
+        ["Sequences a step", number(batch)],
+        ["Tokens a sequence", number(now.spec.model?.sequence_length)],
+        ["Waited for data", trained > 0 ? `${duration(waited)} (${percent(waited / trained, 2)})` : duration(waited)],
+      ].filter(([, value]) => value !== UNKNOWN);
       fill(
         figures,
         shown.map(([label, value]) =>
           h("div", { class: "figure" }, h("dt", {}, label), h("dd", { class: "value" }, value)),
         ),
       );
-      list.show(events.items.filter((event) => TYPES.some((part) => event.type.includes(part))));
+      const about = events.items.filter((event) => TYPES.some((part) => event.type.includes(part)));
+      list.show(about);
+      setVisible(happened.element, about.length > 0);
     },
   };
 }

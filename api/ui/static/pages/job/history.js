@@ -4,7 +4,7 @@ import { Lanes } from "../../charts/lanes.js";
 import { color } from "../../charts/colors.js";
 import { all, get } from "../../core/api.js";
 import { h, panel, setText } from "../../core/dom.js";
-import { clock, duration, ledgerTone, stateTone, words } from "../../core/format.js";
+import { clock, duration, ledgerName, ledgerTone, phaseName, stateTone, words } from "../../core/format.js";
 import { JobEvents, eventTable } from "../../parts/events.js";
 import { ledgerBar } from "../../parts/ledger_bar.js";
 import { costSentence, recoveryTable } from "../../parts/recovery_table.js";
@@ -58,7 +58,7 @@ export function create({ id }) {
         [
           { name: "state", slices: statesOf(events.items, until) },
           { name: "time", slices: (spent.intervals ?? []).map(spanOf) },
-          { name: "recovery", slices: failed.flatMap(phasesOf) },
+          ...(failed.length ? [{ name: "recovery", slices: failed.flatMap(phasesOf) }] : []),
         ],
         [Date.parse(spent.began_at) / 1000, until],
       );
@@ -92,8 +92,8 @@ function spanOf(interval) {
     .filter(([, seconds]) => seconds > 0)
     .sort(([, one], [, other]) => other - one);
   const [most] = parts[0] ?? ["queue"];
-  const tip = parts.map(([name, seconds]) => `${words(name)} ${duration(seconds)}`).join("\n");
-  return { start, end, color: color(ledgerTone(most)), alpha: 0.85, text: words(most), ink: color("panel"), tip };
+  const tip = parts.map(([name, seconds]) => `${ledgerName(name)} ${duration(seconds)}`).join("\n");
+  return { start, end, color: color(ledgerTone(most)), alpha: 0.85, text: ledgerName(most), ink: color("panel"), tip };
 }
 
 function phasesOf(recovery) {
@@ -105,8 +105,8 @@ function phasesOf(recovery) {
         start,
         end: start + seconds,
         color: color(ledgerTone(name) === "bad" ? "bad" : "warn"),
-        text: words(name),
-        tip: `${words(name)}: ${duration(seconds)} of ${duration(recovery.total_seconds)}\n${recovery.cause}`,
+        text: phaseName(name),
+        tip: `${phaseName(name)}: ${duration(seconds)} of ${duration(recovery.total_seconds)}\n${recovery.cause}`,
       };
       start += seconds;
       return slice;

@@ -1,8 +1,8 @@
 /** Memory of the ranks: what the plan says by part and stage, and what the ranks use. */
 
 import { get, optional, send } from "../../core/api.js";
-import { fill, h, panel, setText, table } from "../../core/dom.js";
-import { bytes, number } from "../../core/format.js";
+import { fill, h, panel, setText, setVisible, table } from "../../core/dom.js";
+import { bytes, number, signed } from "../../core/format.js";
 import { JobCharts } from "../../parts/job_charts.js";
 import { memoryBars } from "../../parts/memory_bars.js";
 
@@ -14,9 +14,8 @@ export function create({ id, job }) {
   const bars = memoryBars();
   const none = h("p", { class: "empty-note" }, "Waiting for the planner ...");
   planned.body.append(none, bars.element);
-  const { element: list, body } = table(["Rank", "Stage", "Tensor", "Replica", "Now", "Planned", "Difference"], {
-    label: "Memory by rank",
-  });
+  const headings = ["Rank", "Stage", "Tensor", "Replica", "Now"];
+  const { element: list, body } = table([...headings, "Planned", "Difference"], { label: "Memory by rank" });
   const note = h("p", { class: "note" });
   measured.body.append(h("div", { class: "tall" }, list), note);
   let [asked, stages] = [null, null];
@@ -45,40 +44,38 @@ export function create({ id, job }) {
       await charts.refresh(signal, now);
       if (!moved) return;
       const { items } = await get(`/v1/jobs/${id}/ranks`, {}, { signal });
-      await askPlanner(now);
+      const onCpus = items.some((rank) => rank.device === "cpu");
+      if (items.length && !onCpus) await askPlanner(now);
+      setVisible(planned.element, !onCpus);
+      for (const heading of [...list.querySelectorAll("th")].slice(headings.length)) setVisible(heading, !onCpus);
       const known = items.filter((rank) => Number.isFinite(rank.memory_bytes));
-      const cpu = known.some((rank) => rank.device === "cpu");
-      setText(
-        note,
-        cpu
-          ? "On CPUs this is the whole process, Python and torch included; the plan is of tensors alone."
-          : known.length
-            ? ""
-            : `Not known by rank; the highest of all ranks is ${bytes(now.metrics.latest.memory_bytes)}.`,
-      );
+      const highest = bytes(now.metrics.latest.memory_bytes);
+      const unknown = known.length ? "" : `Not known by rank; the highest of all ranks is ${highest}.`;
+      setText(note, onCpus ? `On CPUs this is the whole process, Python and torch included. ${unknown}` : unknown);
+      setVisible(list, known.length > 0);
       fill(
         body,
-        known.slice(0, 512).map((rank) => row(rank, stages?.[rank.pipeline]?.total)),
+        known.slice(0, 512).map((rank) => row(rank, onCpus ? null : (stages?.[rank.pipeline]?.total ?? NaN))),
       );
     },
     close: () => charts.close(),
   };
 }
 
+/** The row of a rank; `planned` is null where it is left out. */
 function row(rank, planned) {
-  const onDevice = rank.device !== "cpu"; // of a process on CPUs the figure holds Python and torch too
-  const difference = planned && onDevice ? `${(100 * (rank.memory_bytes / planned - 1)).toFixed(1)}%` : "–";
+  const difference = signed(rank.memory_bytes / planned - 1);
+  const texts = [
+    number(rank.rank),
+    number(rank.pipeline),
+    number(rank.tensor),
+    number(rank.data),
+    bytes(rank.memory_bytes),
+  ];
+  if (planned !== null) texts.push(bytes(planned), difference);
   return h(
     "tr",
     {},
-    [
-      number(rank.rank),
-      number(rank.pipeline),
-      number(rank.tensor),
-      number(rank.data),
-      bytes(rank.memory_bytes),
-      planned ? bytes(planned) : "–",
-      difference,
-    ].map((text) => h("td", { class: "number" }, text)),
+    texts.map((text) => h("td", { class: "number" }, text)),
   );
 }
