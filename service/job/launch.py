@@ -78,7 +78,15 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     roll_backs, tests = await record.data_of("rolled_back"), await record.data_of(REPAIR_SELF_TEST)
     secret = secrets.token_hex(SECRET_LENGTH // 2)
     common = CommonOrder(
-        generation, gang.spec, resume, store, roll_backs, secret, next_one == 1, bool(tests and tests[-1].get("passed"))
+        generation,
+        gang.spec,
+        resume,
+        store,
+        roll_backs,
+        secret,
+        tries_repair=next_one == 1,
+        repair_works=bool(tests and tests[-1].get("passed")),
+        cause="" if next_one == 1 else launch.cause,
     )
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
@@ -176,6 +184,8 @@ class CommonOrder:
     drivers, NCCL and the network of the nodes. If that fails, later generations do not. Links do not need it."""
     repair_works: bool = False
     """Whether they have tested it, and it worked."""
+    cause: str = ""
+    """Why the generation begins, in words; empty for a job's first one."""
 
 
 def order_for(job: JobContext, rank: int, where: AgentDescription, common: CommonOrder) -> LaunchOrder:
@@ -192,6 +202,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         snapshot_folder=str(paths.snapshot_folder(job.id)),
         checkpoint_folder=str(paths.checkpoint_folder(job.id)),
         resume=common.resume,
+        cause=common.cause,
         roll_backs=tuple(common.roll_backs),
         device="cuda:0" if where.devices else "cpu",
         # A node's peak is that of its CPU: a rank with a GPU determines that of its GPU itself.

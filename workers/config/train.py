@@ -152,6 +152,9 @@ class TrainConfig(Section):
     """Growth of the batch size at the start of the job; default: global_batch_size from the first step."""
     time_parts_every: StepsOrNever = 10
     """Steps between measurements of a step's time by phase; 0: never."""
+    log_every: StepsOrNever = 10
+    """Steps between lines in the log with loss, gradient norm, learning rate, speed and memory; the first and the last
+    step have one as well. 1: a line for each step; 0: none."""
 
     @property
     def dtype(self) -> str:

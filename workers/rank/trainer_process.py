@@ -56,6 +56,7 @@ from manta.workers.system import gpu
 from manta.workers.system.priority import lower_priority
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
+from manta.workers.training.log_lines import LogLines
 from manta.workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -136,12 +137,10 @@ class TrainerProcess:
             self._join()
             trainer = self._trainer
             assert trainer is not None
-            self.reporter.send(Started(os.getpid(), self._connected_at))
-            self._print(f"continues after step {trainer.step}")
+            self.reporter.send(Started(os.getpid(), self._connected_at, trainer.step))
             if self.order.device == "cpu":
                 lower_priority()
             trainer.train()
-            self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
             if not (self.order.in_place or isinstance(error, RestRequested)):
                 raise
@@ -158,19 +157,20 @@ class TrainerProcess:
         if self._trainer is not None:
             self._trainer.rest()
             step = self._trainer.settled_step
-        self._print(f"rests ({self._lost_peer})")
         self.reporter.send(Resting(step, self._lost_peer))
         self.order = self._commands.next_order(self.order.generation)
 
     def _finish(self) -> int:
         """Report that the job's last step is committed, unless the process ends first."""
         assert self._trainer is not None
-        if self._trainer.ends_early:
-            self.reporter.close()
-            return EXIT_SAVED
-        self.reporter.send(Finished(self._trainer.step, self._trainer.clock.lap()))
+        early, step = self._trainer.ends_early, self._trainer.step
+        if not early:
+            self.reporter.send(Finished(step, self._trainer.clock.lap()))
         self.reporter.close()
-        return 0
+        if self.order.rank == 0:
+            how = f"stopped after step {step}; its state is saved" if early else f"finished all {step} steps"
+            print(f"generation {self.order.generation}: {how}", flush=True)
+        return EXIT_SAVED if early else 0
 
     def _fail(self, error: Exception) -> int:
         """Report the failure."""
@@ -212,7 +212,6 @@ class TrainerProcess:
         process cannot be used any more after that."""
         assert self._comm is not None
         result = self._comm.try_repair(store, self.order.generation)
-        self._print(result.sentence)
         if self.order.rank == 0:
             self.reporter.event(REPAIR_SELF_TEST, self.order.resume.step, result.sentence, result.to_json())
         if not result.usable:
@@ -251,10 +250,11 @@ class TrainerProcess:
             case _:
                 self._requests.add(command)
 
-    def _print(self, what: str) -> None:
-        print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
-
     def _sink(self, messages: list[Message]) -> None:
+        """Print what people read of it before it is sent: then the agent may answer with another order."""
+        lines = log_lines_of(self.order)
+        for line in (line for message in messages for line in lines.of(message.payload)):
+            print(line, flush=True)
         self._send(reports_of(self.order, messages))
 
     def _send(self, reports: list[Report]) -> None:
@@ -313,6 +313,12 @@ def _as_exhausted(error: Exception) -> Exception:
     exhausted = NodeExhausted(f"the node gives no more threads, processes, open files or memory: {error}")
     exhausted.__cause__ = error
     return exhausted
+
+
+def log_lines_of(order: LaunchOrder) -> LogLines:
+    """The lines of the rank that carries out `order`."""
+    train = order.spec.get("train", {})
+    return LogLines(train.get("steps", 0), train.get("log_every", 0), order.rank, order.generation, order.cause)
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:
