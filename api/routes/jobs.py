@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ from manta.service.store.tables import Job
 from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.config import JobSpec
 from manta.workers.data.roots import named_paths
-from manta.workers.spec.problems import SpecError
+from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_vocabulary
 
@@ -187,6 +188,7 @@ async def submit_job(
         about.changes_nothing = True
         plan = await threads.plans.run(lambda: plan_of_layout(spec, current_cluster(control)))
         return _json(views.dry_run_view(spec, *plan, await _problem_of_data(spec, control, threads)), 200)
+    await _refuse_first_rows(spec, control, threads.files)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
         job, created = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner)
@@ -349,6 +351,15 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
     if outside:
         raise SpecError(outside)
     return await files.run(partial(with_vocabulary, spec)) if spec.data.tokenizer_file is not None else spec
+
+
+async def _refuse_first_rows(spec: JobSpec, control: ControlPlane, files: FileReads) -> None:
+    """Raise SpecError if a file of the job, as this machine sees it, begins with something that is not a document. What
+    is not known in time is found out before the job starts."""
+    with contextlib.suppress(FilesTimeout):
+        problem = await files.run(partial(control.data_roots.problem_of_first_rows, spec))
+        if problem is not None:
+            raise SpecError([Problem("data", problem)])
 
 
 async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadThreads) -> str | None:

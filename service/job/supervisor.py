@@ -276,14 +276,19 @@ class Supervisor:
         timeline = RecoveryTimeline(noticed_at=time.time())
         await self._record.store.until_certain()
         await running.wait_for_culprit()
-        await asyncio.gather(
-            self._record.record_state(JobState.RECOVERING), running.rest(time_to_rest(self._gang.spec))
-        )
+        resting = running.rest(time_to_rest(self._gang.spec))
+        if failure_kind(running.culprit.kind).is_hopeless:
+            await resting
+        else:
+            await asyncio.gather(self._record.record_state(JobState.RECOVERING), resting)
         return self._after_deaths(running, timeline)
 
-    def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
-        """The action after a generation has ended with deaths, and all that live are at rest."""
+    def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover | End:
+        """The action after a generation has ended with deaths, and all that live are at rest. A failure that no restart
+        cures, such as a mistake in the data, ends the job without anything being recovered."""
         self._running = None
+        if failure_kind(ended.culprit.kind).is_hopeless:
+            return End(JobState.FAILED, ended.culprit.kind, ended.culprit.message)
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
         self._gang.resting_steps = dict(ended.resting)
         agents_lost = tuple(death.rank for death in ended.deaths if death.kind == "agent_lost")

@@ -145,7 +145,7 @@ class TrainConfig(Section):
     It keeps the logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
     cross-entropy; the metric `z_loss` is the additional loss, as a mean over the same tokens."""
     validate_every: StepsOrNever = 0
-    """Steps between validations; 0: never."""
+    """Steps between validations, of which there is one more after the last step; 0: never."""
     validation_batches: Steps = 8
     """Global batches of held-out text per validation, at most the whole held-out part."""
     batch_ramp: BatchRamp | None = None

@@ -27,7 +27,7 @@ from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested
+from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested, failure_kind
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.stacks import answer_with_stacks
@@ -175,11 +175,12 @@ class TrainerProcess:
     def _fail(self, error: Exception) -> int:
         """Report the failure."""
         error = _as_exhausted(gpu.as_lost(error))
-        text = "".join(traceback.format_exception(error))
-        print(text, file=sys.stderr, flush=True)
         kind = error.failure_kind if isinstance(error, MantaError) else "exception"
         step = self._trainer.step if self._trainer is not None else self.order.resume.step
         message = " ".join(str(error).split()) or type(error).__name__
+        text = formatted(error, self.order.spec.get("model", {}).get("entrypoint"))
+        is_enough = failure_kind(kind).is_sentence or kind == "peer_lost"
+        print(f"{type(error).__name__}: {message}" if is_enough else text, file=sys.stderr, flush=True)
         self.reporter.send(Failure(kind, step + 1, type(error).__name__, message, text))
         self.reporter.close()
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
@@ -313,6 +314,17 @@ def _as_exhausted(error: Exception) -> Exception:
     exhausted = NodeExhausted(f"the node gives no more threads, processes, open files or memory: {error}")
     exhausted.__cause__ = error
     return exhausted
+
+
+def formatted(error: Exception, entrypoint: str | None) -> str:
+    """The traceback of `error`. If code of the custom model at `entrypoint` was involved, only that code's frames."""
+    shown = traceback.TracebackException.from_exception(error)
+    module = sys.modules.get((entrypoint or "").partition(":")[0].partition(".")[0])
+    for folder in getattr(module, "__path__", [getattr(module, "__file__", None)]):
+        theirs = [frame for frame in shown.stack if folder is not None and frame.filename.startswith(folder)]
+        if theirs:
+            shown.stack = traceback.StackSummary.from_list(theirs)
+    return "".join(shown.format())
 
 
 def log_lines_of(order: LaunchOrder) -> LogLines:

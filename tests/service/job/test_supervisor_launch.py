@@ -151,13 +151,13 @@ async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(job):
     assert "no such column" in job.row.message
 
 
-@pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
+@pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "bad_model", "not_finite", "spike"])
 async def test_failure_that_no_restart_cures_fails_the_job_at_once(job, kind):
     await job.train()
     job.ranks[0].fail(kind, 1, "one clear sentence")
     await job.task
-    assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
-    assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
+    assert job.log == [*LAUNCHED, "FAILED"]
+    assert (job.row.reason, job.row.message, job.row.restarts) == (kind, "one clear sentence", 0)
 
 
 async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(job, cluster):

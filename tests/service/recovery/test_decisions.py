@@ -199,7 +199,7 @@ def test_failure_time_is_what_the_agent_saw_but_never_in_the_future():
 
 
 def test_failure_that_no_restart_cures_is_given_up_with_its_own_message():
-    for kind in ("no_shared_memory", "bad_data", "not_finite", "spike"):
+    for kind in ("no_shared_memory", "bad_data", "bad_model", "not_finite", "spike"):
         assert judge(died(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
@@ -405,7 +405,7 @@ def test_fault_history_is_read_from_the_generations():
 @pytest.mark.parametrize(("cause", "kinds"), [
     ("machine", "killed hung straggler stopped agent_lost peer_lost no_shared_memory corrupt device_lost "
                 "unreadable_data node_exhausted"),
-    ("user", "exception bad_data not_finite spike"),
+    ("user", "exception bad_data bad_model not_finite spike"),
     ("checkpoint", "bad_checkpoint unreadable_checkpoint not_saved"),
 ])  # fmt: skip
 def test_fault_kinds_all_have_a_cause(cause, kinds):
