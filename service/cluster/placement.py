@@ -76,8 +76,9 @@ class Shortage:
         typed = f" on nodes with {self.type}" if self.type is not None else ""
         needed = f"needs {counted(self.needed, self.unit)}{typed}{together}"
         if self.can_never_fit:
-            return f"{needed}, of which there are {self.possible}"
-        return f"{needed}, {self.available} of {self.possible} are free"
+            return f"{needed}; the cluster has {self.possible}"
+        grouped = " in such groups" if self.group > 1 else ""
+        return f"{needed}; {self.available} of {self.possible} are free{grouped}"
 
     @property
     def can_never_fit(self) -> bool:

@@ -107,8 +107,8 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
         "products": (
-            "what matrix products and attention take longer than at the peak",
-            f"larger products: {products}" if products else "",
+            "matmuls and attention, beyond their time at the peak rate",
+            f"larger matmuls: {products}" if products else "",
         ),
         "elementwise": ("norms, activations, residuals and losses, at the memory's speed", compiled),
         "recomputation": (
@@ -125,7 +125,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
         ),
         "host": ("the device waits for the host to launch its kernels", _either(larger, compiled)),
         "bubble": _bubble(model, _either("a larger global batch", smaller, fewer)),
-        "gradients": (f"sums of gradients over {replicas} that nothing hides", _either(fewer, "a larger batch")),
+        "gradients": (f"gradient reductions over {replicas} that nothing hides", _either(fewer, "a larger batch")),
         "optimizer": _words_of_update(model, replicas),
         "replicas": (f"the slowest of {replicas}", fewer),
     }

@@ -23,9 +23,9 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recomputation": (("recomputation",), ("recompute",)),
     "tensor communication": (("tensor",), ("tensor_communication",)),
     "waiting for other stages": (("bubble",), ("bubble", "pipeline_communication")),
-    "sums of gradients": (("gradients", "replicas"), ("data_communication",)),
+    "gradient reductions": (("gradients", "replicas"), ("data_communication",)),
     "update": (("optimizer",), ("optimizer",)),
-    "loading and the rest": ((), ("data", "other")),
+    "loading and other": ((), ("data", "other")),
 }
 """For each group, by the name that users see: its parts in a plan, and in a measurement."""
 
@@ -135,20 +135,19 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
     ratio = measured.step_seconds / step
     tail = _tail(planned)
     if abs(ratio - 1) > TOLERANCE:
-        head = f"a step takes {measured.step_seconds:.3g} s instead of the planned {step:.3g} s ({_by(ratio)})"
+        head = f"steps take {measured.step_seconds:.3g} s; the plan said {step:.3g} s ({_by(ratio)})"
         part = _largest_difference(compared(planned, measured), step, slower=ratio > 1)
         if part is None:
-            unknown = "which part of it is not known: no such step was measured in parts (train.time_parts_every)"
+            unknown = "no step was measured in parts (train.time_parts_every)"
             return Drift(ratio, "step", f"{head}; {unknown}{tail}")
-        times = f"{part.measured:.3g} s instead of the planned {part.planned:.3g} s"
+        times = f"{part.measured:.3g} s, planned {part.planned:.3g} s"
         return Drift(ratio, part.name, f"{head}; the largest difference is {part.name}: {times}{tail}")
     planned_bytes = planned["memory_bytes"]["total"]
     if planned["has_gpus"] and measured.memory_bytes and abs(measured.memory_bytes / planned_bytes - 1) > TOLERANCE:
         ratio = measured.memory_bytes / planned_bytes
         gib = 2**30
         head = (
-            f"the fullest rank takes {measured.memory_bytes / gib:.2f} GiB instead of the planned "
-            f"{planned_bytes / gib:.2f} GiB"
+            f"the fullest rank uses {measured.memory_bytes / gib:.2f} GiB; the plan said {planned_bytes / gib:.2f} GiB"
         )
         return Drift(ratio, "memory", f"{head} ({_by(ratio)})")
     return None
@@ -172,5 +171,5 @@ def _tail(planned: Mapping[str, Any]) -> str:
     if not planned["assumed"]:
         return ""
     if planned["has_gpus"]:
-        return ". What such a GPU reaches is assumed: `manta calibrate` on such a node measures it"
-    return ". What this machine reaches is assumed: `manta calibrate` measures it"
+        return ". The plan is a rough estimate: run manta calibrate on such a node for a better one"
+    return ". The plan is a rough estimate: run manta calibrate for a better one"

@@ -25,14 +25,14 @@ PARTS = (
 )
 """All parts, beginning with the peak."""
 _HELP = {
-    "products": "larger products (a larger micro-batch, a smaller tensor size), or train.compile: true",
+    "products": "larger matmuls (a larger micro-batch, a smaller tensor size), or train.compile: true",
     "recomputation": "less recomputation, where memory allows: a smaller micro-batch, or more stages",
     "bubble": "more micro-batches, more virtual stages, or a zero-bubble schedule",
     "tensor": "a smaller tensor size with more pipeline stages",
     "pipeline": "fewer stages, or stages that share a node",
-    "data": "fewer replicas, a larger global batch, or the replacement of ranks that are slow",
+    "data": "fewer replicas, a larger global batch, or replacing slow ranks",
     "optimizer": "a larger global batch, so that there are fewer updates, or parallel.zero: 1",
-    "loader": "tokens that are made beforehand (manta tokenize), or a faster place for them",
+    "loader": "tokenizing beforehand (manta tokenize), or faster storage for them",
     "snapshot": "fewer snapshots and checkpoints: checkpoint.snapshot_every_steps, checkpoint.every_steps",
 }
 _PLANNED = {
@@ -94,7 +94,7 @@ def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
         "bubble": "waits for other stages: for their messages, and after the last pass",
         "tensor": "communication along the tensor axis, waits for its other ranks included",
         "pipeline": "messages between stages, from when they moved",
-        "data": "sums of gradients, gathering of parameters and agreement, with waits for slower replicas",
+        "data": "gradient reductions, gathering of parameters and agreement, with waits for slower replicas",
         "optimizer": "the update and what is around it",
         "loader": "waits for the step's samples",
         "snapshot": "what snapshots and checkpoints held the training up for",

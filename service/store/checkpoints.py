@@ -121,12 +121,12 @@ def kept_because(session: Session, job: Job) -> dict[str, str]:
     checkpoint = job.spec.get("checkpoint")
     keep = checkpoint.get("keep") if isinstance(checkpoint, dict) else None
     sentences = {
-        row.id: f"checkpoint.keep asks for the newest {keep}"
+        row.id: f"among the newest {keep} (checkpoint.keep)"
         for row in made_last_first[: keep if isinstance(keep, int) else 0]
     }
     if made_last_first:
         over = job.state == JobState.SUCCEEDED
-        newest = "it has the job's last state" if over else "it is the newest: the job would continue from it"
+        newest = "final state" if over else "newest: the job continues from it"
         sentences[made_last_first[0].id] = newest
     return sentences
 

@@ -27,20 +27,20 @@ class IllegalTransition(ServiceError):
         if action is not None:
             legal, advice = tuple(ACTIONS[action]), ADVICE.get((action, state))
             rule = f"; {action} works only while it is {legal[0]}" if len(legal) == 1 else ""
-            super().__init__(f"job {job_id} is {state}{rule}" + (f": {advice}" if advice else ""))
+            super().__init__(f"{job_id} is {state}{rule}" + (f": {advice}" if advice else ""))
         else:
             exits = ", ".join(sorted(TRANSITIONS[state])) or "nothing, it is final"
-            super().__init__(f"job {job_id} is {state} and cannot become {target}; what may follow: {exits}")
+            super().__init__(f"{job_id} is {state} and cannot become {target}; what may follow: {exits}")
 
 
 class JobNotFinal(ServiceError):
     """A job that is not final cannot be deleted."""
 
-    kind = ErrorKind("job_not_final", 409, "the job is not over: cancel it first")
+    kind = ErrorKind("job_not_final", 409, "the job has not ended: cancel it first")
 
     def __init__(self, job_id: str, state: JobState):
         super().__init__(
-            f"job {job_id} is {state}, and only a job that is over can be deleted: cancel it first "
+            f"{job_id} is {state}, and only a job that has ended can be deleted: cancel it first "
             f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
         )
 

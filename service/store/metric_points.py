@@ -98,8 +98,8 @@ def points(
     first, last = known.first or 0, known.last or 0
     is_lagging = metric_bins.bins_lag(known.newest or 0, known)
     if every > 1:
-        ends = [last] if last == known.steps and last % every else []
-        steps = [*_multiples(every, first, last, max(1, max_points - len(ends))), *ends][-max_points:]
+        final = [last] if last == known.steps and last % every else []
+        steps = [*_multiples(every, first, last, max(1, max_points - len(final))), *final][-max_points:]
         return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), is_lagging)
     if known.counted <= max_points:
         return Points(reader.execute(_all(columns), about).all(), is_lagging)

@@ -313,7 +313,7 @@ def test_log_has_lines_of_every_few_steps_of_the_first_and_of_the_last(every, li
 def test_log_says_why_a_generation_begins_and_why_its_ranks_stop():
     first, later = LogLines(8, 1, generation=1), LogLines(8, 1, generation=2, cause="rank 5 was killed")
     assert first.of(Started(7)) == ["generation 1: starts at step 1"]
-    assert later.of(Started(7, step=3)) == ["generation 2: continues after step 3 (rank 5 was killed)"]
+    assert later.of(Started(7, step=3)) == ["generation 2: continues after step 3; rank 5 was killed"]
     assert LogLines(8, 1, rank=1, generation=2).of(Started(7, step=3)) == [], "one rank is enough"
     assert later.of(Resting(3, "lost rank 5")) == ["generation 2: rank 0 stopped after step 3: lost rank 5"]
     named = Metrics(({**ROW, "step": 2, "validation_loss_wiki_2": 1.5},))

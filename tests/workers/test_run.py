@@ -130,7 +130,7 @@ def test_run_trace_has_the_requested_steps(config, tmp_path, capsys):
         "rank 0 (tensor 0, pipeline 0, data 0)"
     ]
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
-    assert "is incomplete: the recording was broken off" in capsys.readouterr().err
+    assert "is incomplete: the recording was interrupted" in capsys.readouterr().err
     assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]
 
 

@@ -57,7 +57,7 @@ def test_ranks_record_the_requested_steps(ranks, corpus, layout, kind, backend):
         assert sorted(recordings) == list(range(spec.layout.world_size))
         assert {tuple(each.step for each in recording.steps) for recording in recordings.values()} == {steps}
         problems = {recording.problem for recording in recordings.values()}
-        assert problems == {"the recording was broken off" if number == 3 else ""}
+        assert problems == {"the recording was interrupted" if number == 3 else ""}
         look_at(assembled(recordings, RankGrid(spec.layout)), spec, backend)
 
 

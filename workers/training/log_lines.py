@@ -30,7 +30,7 @@ class LogLines:
                 return [message]
             case Started(step=step) if self._rank == 0:
                 begins = f"continues after step {step}" if step else "starts at step 1"
-                return [f"generation {self._generation}: {begins}" + (f" ({self._cause})" if self._cause else "")]
+                return [f"generation {self._generation}: {begins}" + (f"; {self._cause}" if self._cause else "")]
             case Resting(step, message):
                 where = "in the middle of a step" if step is None else f"after step {step}"
                 return [f"generation {self._generation}: rank {self._rank} stopped {where}: {message}"]

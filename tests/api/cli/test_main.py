@@ -152,7 +152,7 @@ def test_cancel_moves_a_job_to_cancelling_and_is_refused_once_it_is_final(manta,
 
 def test_waits_and_stack_commands_show_culprits_and_where_a_rank_stands(manta, job):
     lines = manta("waits", job).stdout.splitlines()
-    assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
+    assert lines[0] == "the job is stuck because of rank 0: it waits for nobody"
     assert lines[-1].split() == [
         "1", "7", "2.0", "backward,", "waiting", "for", "rank", "0", "to", "send", "a", "message",
     ]  # fmt: skip

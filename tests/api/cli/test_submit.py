@@ -57,7 +57,7 @@ def test_submit_set_options_override_values_of_the_file(manta, spec_file, tmp_pa
     assert spec["data"]["paths"] == [str(folder / "words.txt")]
     spec = json.loads(submitted("data.paths=[elsewhere/words.txt]").stdout)["spec"]
     assert spec["data"]["paths"] == [str(folder / "words.txt")], "as whoever types it sees it"
-    assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key (try: steps)\n"
+    assert submitted("train.stepps=3", code=2).stderr == "train.stepps: unknown key; did you mean steps?\n"
     assert submitted("train.steps", code=2).stderr.endswith("is not KEY=VALUE (try: train.steps=100)\n")
     assert "train.steps: must be an integer" in submitted("train.steps=many", code=2).stderr
     assert "cluster.nodes" in manta("plan", spec_file, "--set", "cluster.nodes=0", code=2).stderr
@@ -124,7 +124,7 @@ def test_invalid_spec_is_reported_key_by_key_with_suggestions(manta, spec_file, 
     document["model"]["layers"] = "four"
     spec_file.write_text(yaml.safe_dump(document))
     lines = manta("submit", spec_file, code=2).stderr.splitlines()
-    assert "train.stepps: unknown key (try: steps)" in lines
+    assert "train.stepps: unknown key; did you mean steps?" in lines
     assert any(line.startswith("model.layers: must be an integer") for line in lines)
 
 

@@ -56,10 +56,10 @@ GPUS = Capacity("GPU", 4, 1, {"node0": (4, 1)})
     ({"tensor": 2, "data": 4}, capacity(8), None, None),
     ({"tensor": 2, "data": 3}, capacity(3, 5), None, None),
     ({"tensor": 2, "pipeline": 2, "data": 2}, capacity(5), (8, 4, 8),
-     "needs 8 slots in groups of 2 on one node, 4 of 8 are free"),
-    ({}, capacity(0), (1, 0, 8), "needs 1 slot, 0 of 8 are free"),
+     "needs 8 slots in groups of 2 on one node; 4 of 8 are free in such groups"),
+    ({}, capacity(0), (1, 0, 8), "needs 1 slot; 0 of 8 are free"),
     ({"tensor": 4}, capacity(3, 3, 2, total=3), (4, 0, 0), "needs 4 slots in groups of 4 on one node"),
-    ({"data": 2}, GPUS, (2, 1, 4), "needs 2 GPUs, 1 of 4 are free"),  # of groups of one nothing is said
+    ({"data": 2}, GPUS, (2, 1, 4), "needs 2 GPUs; 1 of 4 are free"),  # of groups of one nothing is said
 ])  # fmt: skip
 def test_layout_that_does_not_fit_the_free_units_reports_the_shortage(parallel, units, shortage, sentence):
     lacks = missing(ParallelConfig(**parallel), units)
@@ -123,11 +123,11 @@ def test_stages_take_nodes_of_their_own_type():
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node, of which there are 8"),
+        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node; the cluster has 8"),
         ({"stage_accelerators": ("A100", "V100", "V100")}, "needs 8 GPUs on nodes with V100 in groups of 2 on one "
-         "node, 4 of 8 are free"),
+         "node; 4 of 8 are free in such groups"),
         ({"stage_accelerators": ("A100", "A100", "H100")}, "needs 4 GPUs on nodes with H100 in groups of 2 on one "
-         "node, of which there are 0"),
+         "node; the cluster has 0"),
     ],
 )  # fmt: skip
 def test_units_on_nodes_of_another_type_do_not_count_for_typed_stages(changed, sentence):

@@ -1,4 +1,4 @@
-"""A wait that nothing ends is left when communication was broken off, and one that ends is not held up."""
+"""A wait that nothing ends is left when communication was interrupted, and one that ends is not held up."""
 
 from __future__ import annotations
 

@@ -220,10 +220,10 @@ def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
 
 
 def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
-    run = rig(Mock(side_effect=RestRequested("was asked to rest after the step")), finish)
+    run = rig(Mock(side_effect=RestRequested("it was asked to stop there")), finish)
     run.start(order(1, in_place=False))
     run.hear()
-    assert run.hear().payload == Resting(None, "was asked to rest after the step")
+    assert run.hear().payload == Resting(None, "it was asked to stop there")
     run.say(Go(order(2, in_place=False)))
     run.hear(1)
     assert run.ended() == 0
