@@ -38,6 +38,8 @@ from manta.workers.system.threads import decided_threads, threads_of, with_threa
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
+NEW_KEYS = (("train", "log_every"),)
+"""Section and name of keys that 0.3.0 does not know, whose jobs are taken over."""
 _TRACE_SECONDS = 10.0
 INITIAL_WAIT_SECONDS = 0.05
 MAX_WAIT_SECONDS = 2.0
@@ -195,7 +197,7 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         job=job.id,
         generation=common.generation,
         rank=rank,
-        spec=with_threads(common.spec, job.gang.threads or threads_of(common.spec)).model_dump(mode="json"),
+        spec=_as_sent(with_threads(common.spec, job.gang.threads or threads_of(common.spec))),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
         secret=common.secret,
@@ -210,6 +212,16 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         in_place=common.repair_works or not where.devices,
         tries_repair=common.tries_repair and bool(where.devices) and job.gang.layout.world_size > 1,
     )
+
+
+def _as_sent(spec: JobSpec) -> dict[str, Any]:
+    """The spec as JSON, without new keys at their defaults: the trainers of an earlier release that are taken over
+    refuse keys that they do not know."""
+    document = spec.model_dump(mode="json")
+    for section, key in NEW_KEYS:
+        if document[section][key] == type(getattr(spec, section)).model_fields[key].default:
+            del document[section][key]
+    return document
 
 
 async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:

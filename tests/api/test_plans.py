@@ -93,7 +93,7 @@ H100 = {"accelerator": "h100", "nodes": 1, "gpus_per_node": 8}
 def test_jobs_that_ran_refine_the_plans_for_their_machines(service):
     asked = FOR_H100 | {"cluster": H100, "parallel": {"tensor": 8}}
     before = service.http.post("/v1/plans", json=asked).json()
-    assert "neither fitted nor measured" in before["note"]
+    assert "default efficiencies" in before["note"]
     assert service.http.get("/v1/machines").json()["items"] == []
     document = DOCUMENT | FOR_H100 | {"parallel": {"tensor": 8}}
     spec = parse_job_spec(document | {"train": FOR_H100["train"] | {"steps": 10}})

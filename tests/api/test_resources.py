@@ -148,7 +148,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service, job):
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
     assert saved[0].pop("age_seconds") >= 0
     assert (saved[0]["generation"], saved[0]["exists"]) == (1, True)
-    assert saved[0]["kept_because"] == "it is the newest: the job would continue from it"
+    assert saved[0]["kept_because"] == "newest: the job continues from it"
 
 
 def test_checkpoint_list_says_why_each_is_kept(service):
@@ -164,11 +164,11 @@ def test_checkpoint_list_says_why_each_is_kept(service):
     service.store.write(save)
     shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
     assert [(each["step"], each["exists"], each["kept_because"]) for each in shown] == [
-        (20, None, None), (15, True, "it is the newest: the job would continue from it"),
-        (10, True, "checkpoint.keep asks for the newest 2"), (5, True, None),
+        (20, None, None), (15, True, "newest: the job continues from it"),
+        (10, True, "among the newest 2 (checkpoint.keep)"), (5, True, None),
     ]  # fmt: skip
     assert (shown[0]["age_seconds"], shown[1]["age_seconds"] >= 0) == (None, True)
-    for state, why in (("FAILED", shown[1]["kept_because"]), ("SUCCEEDED", "it has the job's last state")):
+    for state, why in (("FAILED", shown[1]["kept_because"]), ("SUCCEEDED", "final state")):
         service.store.write(lambda session, state=state: setattr(jobs.get(session, job), "state", state))
         listed = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
         assert listed[1]["kept_because"] == why

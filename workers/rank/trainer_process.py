@@ -26,6 +26,7 @@ from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
+from manta.workers.config import TrainConfig
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested, failure_kind
 from manta.workers.liveness.flight_record import FlightRecord
@@ -330,7 +331,8 @@ def formatted(error: Exception, entrypoint: str | None) -> str:
 def log_lines_of(order: LaunchOrder) -> LogLines:
     """The lines of the rank that carries out `order`."""
     train = order.spec.get("train", {})
-    return LogLines(train.get("steps", 0), train.get("log_every", 0), order.rank, order.generation, order.cause)
+    every = train.get("log_every", TrainConfig.model_fields["log_every"].default)
+    return LogLines(train.get("steps", 0), every, order.rank, order.generation, order.cause)
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:

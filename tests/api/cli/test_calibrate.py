@@ -61,7 +61,7 @@ def file(tmp_path):
 
 def test_plan_command_uses_the_stored_calibration_of_this_machine(manta, file, tmp_path):
     before = json.loads(manta("plan", file, "--json"))
-    assert "neither fitted nor measured" in before["note"]
+    assert "default efficiencies" in before["note"]
     assert f"{node_type()}: Abacus, 4 cores; stored in {tmp_path / 'home' / 'machines'}" in manta("calibrate")
     after = json.loads(manta("plan", file, "--json"))
     assert after["note"] is None
@@ -81,21 +81,25 @@ def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(man
         return json.loads(manta("plan", file, "--json"))
 
     before = plan(1)
-    assert "neither fitted nor measured" in before["note"]
+    assert "default efficiencies" in before["note"]
     lines = manta("calibrate", "--device", "cuda").splitlines()
     assert lines[0].startswith("h100-80gb: H100, 4 cores") and "   680.000 TFLOP/s, products in bf16" in lines[1]
     after = plan(1)
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
-    assert "what lies between them is assumed" in plan(2)["note"]
+    assert "the links between them is a default" in plan(2)["note"]
 
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "note"),
     [
         (1, 1, None),
-        (1, 2, "what its GPUs and the links inside a node reach was measured; how long they wait for one another is"),
-        (2, 1, "reach was measured; what lies between nodes, and how long they wait for one another, is assumed"),
+        (1, 2, "the links inside a node was measured; how long they wait for one another is a default"),
+        (
+            2,
+            1,
+            "inside a node was measured; that of the links between nodes, and how long they wait for one",
+        ),
     ],
 )
 def test_plan_note_says_which_gpu_links_were_measured_and_which_are_assumed(manta, file, tmp_path, nodes, gpus, note):

@@ -52,8 +52,8 @@ def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):
 
 def test_plan_for_an_unmeasured_machine_comes_with_a_note(plan):
     untried = PLAN | {"cluster": PLAN["cluster"] | {"accelerator": "h100-80gb"}}
-    assert "neither fitted nor measured" in json.loads(plan(untried, "--json"))["note"]
-    assert "Note: what this machine reaches of its data sheet is assumed" in plan(untried)
+    assert "default efficiencies" in json.loads(plan(untried, "--json"))["note"]
+    assert "Note: estimates use default efficiencies for this hardware" in plan(untried)
     assert json.loads(plan(PLAN, "--json"))["note"] is None
     assert "Note:" not in plan(PLAN)
 

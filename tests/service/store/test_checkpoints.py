@@ -41,7 +41,7 @@ def test_job_resumes_from_the_checkpoint_made_last_even_if_others_have_later_ste
     save(store, started, 100)
     last = save(store, started, 50, generation=2)
     assert store.query(checkpoints.newest, started.id).id == last
-    assert store.query(checkpoints.kept_because, started)[last].startswith("it is the newest")
+    assert store.query(checkpoints.kept_because, started)[last].startswith("newest")
 
 
 def test_complete_checkpoint_cannot_fail_and_a_deleted_one_cannot_be_completed(store, started):
