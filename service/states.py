@@ -101,16 +101,16 @@ ACTIONS: dict[str, dict[JobState, JobState]] = {
 }
 """For each action of a user: the states in which it is legal, and the state that it leads to at once."""
 
-_OVER = "it is over, and there is nothing to"
+_OVER = "it has ended, and there is nothing to"
 ADVICE: dict[tuple[str, JobState], str] = {
     **{(action, state): f"{_OVER} {action}" for action in ("cancel", "pause", "resize") for state in FINAL},
     **{(action, _S.CANCELLING): "it is being cancelled" for action in ("pause", "resize")},
-    ("resume", _S.QUEUED): "it waits for its turn and starts by itself",
+    ("resume", _S.QUEUED): "it is queued and starts by itself",
     ("resume", _S.PAUSING): "wait until it is PAUSED, then resume it",
     ("resume", _S.FAILED): "`manta retry` continues it",
     **{("resume", state): "it is not paused, so it continues by itself" for state in PAUSABLE},
     ("retry", _S.PAUSED): "`manta resume` continues it",
-    **{(action, _S.FAILED): "it holds no places; `manta retry` continues it" for action in ("pause", "resize")},
+    **{(action, _S.FAILED): "it holds no slots; `manta retry` continues it" for action in ("pause", "resize")},
 }
 """By action and state: what to do instead, or why there is nothing to do. For an action that is legal in several states
 this is the whole message; for any other, it is added to the state in which the action is legal."""

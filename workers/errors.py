@@ -32,6 +32,7 @@ FAILURE_KINDS: dict[str, FailureKind] = {
     "bad_checkpoint": FailureKind("checkpoint", is_sentence=True),
     "unreadable_checkpoint": FailureKind("checkpoint", is_sentence=True, waits_until="it can be read"),
     "not_saved": FailureKind("checkpoint", is_sentence=True, waits_until="this is possible"),
+    "bad_model": FailureKind("user", is_sentence=True, is_hopeless=True),
     "not_finite": FailureKind("user", is_sentence=True, is_hopeless=True),
     "spike": FailureKind("user", is_sentence=True, is_hopeless=True),
     "corrupt": FailureKind(),
@@ -68,6 +69,8 @@ class DataError(MantaError):
 
 class ModelError(MantaError):
     """A model cannot be computed; the message names the entry point of a custom model, or what no kernel supports."""
+
+    failure_kind = "bad_model"
 
 
 class DataNotStored(DataError):

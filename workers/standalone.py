@@ -28,7 +28,7 @@ from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import CheckpointError, MantaError
 from manta.workers.protocol.json_codec import from_json, spell
 from manta.workers.protocol.messages import Resume, TraceOrder
-from manta.workers.protocol.reports import Event, Message, Metrics
+from manta.workers.protocol.reports import Message, Metrics
 from manta.workers.settings import Launcher, read_token_cache
 from manta.workers.step_traces.analysis import analysis_document, rank_documents
 from manta.workers.step_traces.assembly import StepTrace, assembled
@@ -41,7 +41,7 @@ from manta.workers.system.resources import usable_cores
 from manta.workers.system.threads import decided_threads, stored_threads, threads_of, with_threads
 from manta.workers.timing.recording import PackedRecording, Recording
 from manta.workers.trainer import StatePaths, Trainer
-from manta.workers.training.metric_names import VALIDATION_LOSS
+from manta.workers.training.log_lines import LogLines
 from manta.workers.training.reporter import Reporter
 from manta.workers.training.tracing import BuildRecording
 
@@ -64,7 +64,7 @@ def train(
     spec = _with_threads(spec, device, launcher, store, checkpoints)
     torch.set_num_threads(threads_of(spec))
     comm = _comm_of(spec, launcher, device, generation, store)
-    with MetricsFile(metrics if comm.rank == 0 else None, spec.train.steps) as sink:
+    with MetricsFile(metrics if comm.rank == 0 else None, LogLines(spec.train.steps, spec.train.log_every)) as sink:
         reporter = Reporter(sink.write)
         places = StatePaths(
             checkpoints=str(checkpoints) if checkpoints else None,
@@ -208,10 +208,10 @@ _MAX_ROW_BYTES = 2**20
 
 
 class MetricsFile:
-    """Writes metrics as JSON lines, and prints a short line for each step."""
+    """Writes metrics as JSON lines, and prints `lines` of what is reported."""
 
-    def __init__(self, path: Path | None, steps: int):
-        self._path, self._steps = path, steps
+    def __init__(self, path: Path | None, lines: LogLines):
+        self._path, self._lines = path, lines
         self._file: BinaryIO | None = None
         self._has_begun = False
         self._failure: OSError | None = None
@@ -248,8 +248,8 @@ class MetricsFile:
             if isinstance(payload, Metrics):
                 for row in payload.rows:
                     self._metrics(row)
-            elif isinstance(payload, Event):
-                self._print(payload.message)
+            for line in self._lines.of(payload):
+                self._print(line)
 
     def _metrics(self, row: dict[str, Any]) -> None:
         if self._file is not None:
@@ -259,13 +259,6 @@ class MetricsFile:
                 self._failure = error
                 self._close()
                 print(f"{self._unwritable(error)}; training goes on", file=sys.stderr, flush=True)
-        losses = {name: row[name] for name in row if name.startswith(VALIDATION_LOSS)}
-        utilisation = f"  mfu_causal {row['mfu_causal']:.1%}" if "mfu_causal" in row else ""
-        validation = "".join(f"  {name.replace('_', ' ', 2)} {loss:.4f}" for name, loss in losses.items())
-        self._print(
-            f"step {row['step']}/{self._steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}  "
-            f"{row['tokens_per_second']:.0f} tokens/s{utilisation}{validation}"
-        )
 
     def _print(self, words: str) -> None:
         """Print `words`, until stdout is closed: a closed pipe (`| head`) must not end the file."""

@@ -105,7 +105,7 @@ class Trainer:
             if statistics.asked.rest and not ends and self.step < last:
                 self.engine.optimizer.wait_for_parameters()
                 self.comm.settle()
-                raise RestRequested("was asked to rest after the step")
+                raise RestRequested("it was asked to stop there")
         self.engine.optimizer.wait_for_parameters()
         if self.step < last:
             self.state.save_before_end()
@@ -195,7 +195,7 @@ class Trainer:
         if bad.policy == "skip":
             # AdamW counts the step too, as it would after a restart.
             self.engine.optimizer.set_step(step)
-            message = f"{sentence} and is committed without an update"
+            message = f"{sentence}; it is committed without an update"
             announce(self.comm, self.reporter, "step_skipped", step, message, sample_data(samples))
         return True
 
@@ -216,7 +216,7 @@ class Trainer:
         if reason is None or self._recording_reported:
             return
         self._recording_reported = True
-        message = f"micro-batches are computed without CUDA graphs, since recording one failed ({reason})"
+        message = f"micro-batches run without CUDA graphs: recording one failed ({reason})"
         announce(self.comm, self.reporter, "cuda_graph_not_recorded", step, message, {"reason": reason})
 
     def _named_stragglers(self) -> list[Straggler]:

@@ -26,13 +26,18 @@ from manta.api.client import Client
 from manta.api.client.calls import EventOptions, LogOptions
 from manta.api.schemas import Event, JobEvent
 
+TAIL = 200
+
 
 @app.command()
 def logs(
     job: JobId,
     rank: RankNumber = None,
     follow: Follow = False,
-    tail: Annotated[int | None, typer.Option("--tail", min=1, max=10_000, help="Only the newest lines.")] = None,
+    tail: Annotated[
+        int | None, typer.Option("--tail", min=1, max=10_000, help=f"How many of the newest lines; default: {TAIL}.")
+    ] = None,
+    all_lines: Annotated[bool, typer.Option("--all", help="All lines, from the first one.")] = False,
     stream: Annotated[str | None, typer.Option("--stream", help="Only lines of stdout, stderr or agent.")] = None,
     search: Annotated[str | None, typer.Option("--search", help="Only lines that contain this, ignoring case.")] = None,
     regex: Annotated[
@@ -41,19 +46,31 @@ def logs(
     level: Annotated[
         str | None, typer.Option("--level", help="Only lines of at least this level: debug ... critical.")
     ] = None,
+    notices: Annotated[
+        bool, typer.Option("--notices", help="Also what PyTorch and Ray print about their sockets and themselves.")
+    ] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
-    """Print the output of a job's ranks."""
-    wanted = LogOptions(tail=tail, stream=stream, search=search, regex=regex, level=level and level.lower())
+    """Print the newest output of a job's ranks."""
+    if all_lines and tail is not None:
+        raise fail("--all and --tail exclude each other", EXIT_BAD_INPUT)
+    wanted = LogOptions(stream=stream, search=search, regex=regex, level=level and level.lower())
+    if not all_lines:
+        wanted["tail"] = tail or TAIL
+    if not notices:
+        wanted["notices"] = False
     with connect(url) as client:
         if follow:
             lines = client.follow_logs(job, rank, **wanted)
-        elif tail is not None:
-            lines = iter(client.logs(job, rank, **wanted).items)
-        else:
+        elif all_lines:
             job_id = client.id_of(job)
             lines = to_the_last(lambda cursor: client.logs(job_id, rank, cursor, **wanted))
+        else:
+            page = client.logs(job, rank, **wanted)
+            lines = iter(page.items)
+            if page.earlier and not as_json:
+                typer.echo("earlier lines are left out (--all prints them)", err=True)
         narrowed = rank is not None or any(value is not None for value in (stream, search, regex, level))
         show_lines(lines, as_json, render.log_line, _none_of("line", narrowed))
 

@@ -239,7 +239,7 @@ def job_event_line(event: schemas.JobEvent) -> str:
 
 def log_line(line: schemas.LogLine) -> str:
     """One log line."""
-    return f"[{line.rank}] {line.text}"
+    return f"{moment(line.time)} [{line.rank}] {line.text}"
 
 
 def metric_table(console: Console, points: schemas.MetricSeries, after_step: int = 0) -> None:

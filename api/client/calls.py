@@ -207,6 +207,8 @@ class LogOptions(TypedDict, total=False):
     level: str | None
     tail: int | None
     """Only this many lines, the newest; a stream begins with them."""
+    notices: bool
+    """Whether to include notices that PyTorch and Ray print about themselves; by default they are included."""
 
 
 def logs(

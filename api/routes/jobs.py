@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -201,6 +202,7 @@ async def submit_job(
         plan = await threads.plans.run(lambda: plan_of_layout(spec, cluster_for(document, control)))
         data_problem = await _problem_of_data(spec, control, threads)
         return _json(views.dry_run_view(spec, *plan, data_problem, decided.notes), 200)
+    await _refuse_first_rows(spec, control, threads.files)
 
     def operation(session: Any) -> tuple[schemas.Job, bool]:
         made = jobs.create(session, spec, idempotency_key, digest, caller.project, caller.owner, decided.notes, written)
@@ -380,6 +382,15 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
     if outside:
         raise SpecError(outside)
     return await files.run(partial(with_vocabulary, spec)) if spec.data.tokenizer_file is not None else spec
+
+
+async def _refuse_first_rows(spec: JobSpec, control: ControlPlane, files: FileReads) -> None:
+    """Raise SpecError if a file of the job, as this machine sees it, begins with something that is not a document. What
+    is not known in time is found out before the job starts."""
+    with contextlib.suppress(FilesTimeout):
+        problem = await files.run(partial(control.data_roots.problem_of_first_rows, spec))
+        if problem is not None:
+            raise SpecError([Problem("data", problem)])
 
 
 async def _problem_of_data(spec: JobSpec, control: ControlPlane, threads: ReadThreads) -> str | None:

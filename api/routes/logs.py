@@ -57,8 +57,11 @@ def _wanted_lines(
         ),
     ] = None,
     level: Annotated[Level | None, Query(description="Only lines of at least this level")] = None,
+    notices: Annotated[
+        bool, Query(description="Whether to include notices that PyTorch and Ray print about themselves")
+    ] = True,
 ) -> LogFilter:
-    return LogFilter(stream, search, regex, level)
+    return LogFilter(stream, search, regex, level, notices)
 
 
 Wanted = Annotated[LogFilter, Depends(_wanted_lines)]

@@ -40,7 +40,11 @@ async def get_metrics(
     ] = LAST_STEP,
     every: Annotated[
         int,
-        Query(ge=1, le=LAST_STEP, description="Only steps that are multiples of this, such as train.validate_every"),
+        Query(
+            ge=1,
+            le=LAST_STEP,
+            description="Only steps that are multiples of this, such as train.validate_every, and the job's last step",
+        ),
     ] = 1,
     max_points: Annotated[int, Query(ge=1, le=10_000, description="Maximum number of steps in the response")] = 1000,
 ) -> Response:

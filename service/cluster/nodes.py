@@ -135,7 +135,7 @@ class Nodes:
             return None
         if living:
             return f"no rank can be placed: of {len(living)} nodes none has a daemon that can be reached"
-        return "no rank can be placed: Ray has no living node with places for ranks"
+        return "no rank can be placed: Ray has no living node with slots for ranks"
 
     async def capacity(self, unit: Unit, all_living: bool = False) -> Capacity:
         """Units of `unit` of each living node, total and free. Nodes where nothing more is placed are left out unless

@@ -80,7 +80,7 @@ class Shortage:
         typed = f" on nodes with {self.type}" if self.type is not None else ""
         needed = f"needs {counted(self.needed, self.unit)}{typed}{together}"
         if self.can_never_fit:
-            return f"{needed}, of which there are {self.possible}"
+            return f"{needed}; the cluster has {self.possible}"
         free = f"{needed}; {self.free} of {self.total} {'is' if self.free == 1 else 'are'} free"
         return free if self.free < self.needed else f"{free}, but only {self.available} in such groups"
 

@@ -30,7 +30,7 @@ class DataTimeout(MantaError):
     def __init__(self, keeps_turn: bool):
         """`keeps_turn`: whether the jobs behind it wait for it."""
         self.keeps_turn = keeps_turn
-        super().__init__("the file system of its data gives no answer; the job starts once it does")
+        super().__init__("the file system of its data does not respond; the job starts once it does")
 
 
 @dataclass

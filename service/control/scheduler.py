@@ -278,7 +278,7 @@ class Scheduler:
             return f"; that would be too little even with all that can be added: {describe_growth(shapes, unit)}"
         asked = await self._request_nodes(job, spec)
         if asked is None:
-            return f"; jobs that run take too much of what can be added: {describe_growth(shapes, unit)}"
+            return f"; running jobs use too much of what can be added: {describe_growth(shapes, unit)}"
         return f"; nodes for {asked} of them are requested: {describe_growth(shapes, unit)}"
 
     async def _sized(self, job: Job, spec: JobSpec) -> JobSpec:

@@ -131,7 +131,7 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     if len(staying) not in sizes_of(job.submitted):
         return False
     gang.shrink(staying)
-    await job.record.event("shrunk", f"continues with {len(staying)} replicas: there is no room for more")
+    await job.record.event("shrunk", f"continues with {len(staying)} replicas: no slots are free for more")
     return True
 
 

@@ -152,7 +152,7 @@ class RunningGeneration:
         self._raise_errors()
         for rank, watcher in enumerate(self._watchers):
             if not watcher.done():
-                self._record_death(Death(rank, "agent_lost", message="has an agent that does not answer"))
+                self._record_death(Death(rank, "agent_lost", message="was given up: its agent does not answer"))
         await self.close()
 
     async def _receive_last_reports(self, seconds: float) -> None:
@@ -241,7 +241,7 @@ class RunningGeneration:
             case Finished():
                 self._reported_finished.add(rank)
             case Resting(step, message):
-                self._peers_lost.append(Death(rank, "peer_lost", message=f"lost a peer: {message}", at=report.time))
+                self._peers_lost.append(Death(rank, "peer_lost", message=f"stopped: {message}", at=report.time))
                 self.resting[rank] = step
                 self._changed.set()
                 return True

@@ -145,7 +145,7 @@ class HangWatch:
         if verdict.kind == "gang":
             evidence = [_evidence(rank, answers[rank], stacks.get(rank, "")) for rank in shown]
             await self._write_event(
-                "gang_hung", f"the whole gang is restarted: {verdict.why}", None, None, {"ranks": evidence}
+                "gang_hung", f"all ranks are restarted: {verdict.why}", None, None, {"ranks": evidence}
             )
         for rank in verdict.ranks if verdict.kind == "ranks" else ():
             waiting = waiting_for(views, rank, self._group)
@@ -161,7 +161,7 @@ class HangWatch:
         answering = await asyncio.gather(*(self._kill_hung(rank, answers[rank]) for rank in running))
         silent += [rank for rank, answers_still in zip(running, answering, strict=True) if not answers_still]
         for rank in silent:
-            self._mark_lost(rank, "stands still, and its agent does not answer")
+            self._mark_lost(rank, "makes no progress, and its agent does not answer")
 
     async def _flight_records(self, answers: Answers) -> dict[int, FlightRecord]:
         """NCCL's flight records, of the ranks that have them."""
@@ -190,7 +190,7 @@ class HangWatch:
         agent = self._agents[rank]
         if agent is None or answer is None:
             return False
-        message = "held up the others and was replaced" if kind == "straggler" else _describe_position(answer)
+        message = "slowed the other ranks down and was replaced" if kind == "straggler" else _describe_position(answer)
         with contextlib.suppress(AgentError):
             return await agent.kill(answer.pid, kind, message, after_commit)
         return False
@@ -219,8 +219,8 @@ def _kind(answer: TrainerStatus | None) -> str:
 def _describe_position(answer: TrainerStatus | None) -> str:
     """A rank's position, in words."""
     if answer is None:
-        return "stands still, and its agent does not answer"
-    record, how = answer.record, "was stopped" if answer.stopped else "stood still"
+        return "makes no progress, and its agent does not answer"
+    record, how = answer.record, "was stopped" if answer.stopped else "made no progress"
     # The host may be far ahead of a device that does not advance.
     place = record.device if record is not None and record.device is not None and record.device.pending else record
     where: str = place.phase if place is not None else "starting"

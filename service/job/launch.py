@@ -38,6 +38,8 @@ from manta.workers.system.threads import decided_threads, threads_of, with_threa
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
+NEW_KEYS = (("train", "log_every"), ("data", "special_tokens"))
+"""Section and name of keys that 0.3.0 does not know, whose jobs are taken over."""
 _TRACE_SECONDS = 10.0
 INITIAL_WAIT_SECONDS = 0.05
 MAX_WAIT_SECONDS = 2.0
@@ -78,7 +80,15 @@ async def launch_generation(job: JobContext, launch: Launch) -> RunningGeneratio
     roll_backs, tests = await record.data_of("rolled_back"), await record.data_of(REPAIR_SELF_TEST)
     secret = secrets.token_hex(SECRET_LENGTH // 2)
     common = CommonOrder(
-        generation, gang.spec, resume, store, roll_backs, secret, next_one == 1, bool(tests and tests[-1].get("passed"))
+        generation,
+        gang.spec,
+        resume,
+        store,
+        roll_backs,
+        secret,
+        tries_repair=next_one == 1,
+        repair_works=bool(tests and tests[-1].get("passed")),
+        cause="" if next_one == 1 else launch.cause,
     )
     orders = {rank: order_for(job, rank, place, common) for rank, place in where.items()}
     running = watch_generation(job, generation, resume.step)
@@ -176,6 +186,8 @@ class CommonOrder:
     drivers, NCCL and the network of the nodes. If that fails, later generations do not. Links do not need it."""
     repair_works: bool = False
     """Whether they have tested it, and it worked."""
+    cause: str = ""
+    """Why the generation begins, in words; empty for a job's first one."""
 
 
 def order_for(job: JobContext, rank: int, where: AgentDescription, common: CommonOrder) -> LaunchOrder:
@@ -185,13 +197,14 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         job=job.id,
         generation=common.generation,
         rank=rank,
-        spec=with_threads(common.spec, job.gang.threads or threads_of(common.spec)).model_dump(mode="json"),
+        spec=_as_sent(with_threads(common.spec, job.gang.threads or threads_of(common.spec))),
         store_host=store.host if store else None,
         store_port=store.port if store else None,
         secret=common.secret,
         snapshot_folder=str(paths.snapshot_folder(job.id)),
         checkpoint_folder=str(paths.checkpoint_folder(job.id)),
         resume=common.resume,
+        cause=common.cause,
         roll_backs=tuple(common.roll_backs),
         device="cuda:0" if where.devices else "cpu",
         # A node's peak is that of its CPU: a rank with a GPU determines that of its GPU itself.
@@ -199,6 +212,16 @@ def order_for(job: JobContext, rank: int, where: AgentDescription, common: Commo
         in_place=common.repair_works or not where.devices,
         tries_repair=common.tries_repair and bool(where.devices) and job.gang.layout.world_size > 1,
     )
+
+
+def _as_sent(spec: JobSpec) -> dict[str, Any]:
+    """The spec as JSON, without new keys at their defaults: the trainers of an earlier release that are taken over
+    refuse keys that they do not know."""
+    document = spec.model_dump(mode="json")
+    for section, key in NEW_KEYS:
+        if document[section][key] == type(getattr(spec, section)).model_fields[key].default:
+            del document[section][key]
+    return document
 
 
 async def _describe_agents(job: JobContext) -> dict[int, AgentDescription]:

@@ -144,7 +144,7 @@ async def leave(job: JobContext) -> End | None:
     if why := job.inbox.no_room:
         return await _give_back(job, JobState.QUEUED, why, lambda: job.record.wait_in_queue(why))
     limit = job.submitted.max_duration or 0.0
-    message = f"has taken the {limit:g} s that max_duration allows; `manta retry {job.id}` gives it as long again"
+    message = f"ran for the {limit:g} s that max_duration allows; manta retry {job.id} allows as long again"
     return End(JobState.FAILED, "max_duration", message)
 
 
@@ -153,9 +153,9 @@ def _not_saved(step: int, saved: int, has_snapshots: bool) -> str:
     `has_snapshots`: whether the job keeps any."""
     newest = f"the newest checkpoint is of step {saved}" if saved else "there is no checkpoint"
     if has_snapshots:
-        return f"the state of step {step} is in memory alone, {newest}: what its nodes lose is done again"
+        return f"the state of step {step} is only in memory, and {newest}: a step whose state is lost is repeated"
     again = f"steps {saved + 1} to {step} are" if step > saved + 1 else f"step {step} is"
-    return f"the state of step {step} is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
+    return f"the state of step {step} is lost, as checkpoint.snapshots is off: {newest}, and {again} repeated"
 
 
 async def _give_back(

@@ -103,10 +103,10 @@ class JobRecord:
         its state, for the record of the recovery from `incident`; `expected`: its ranks, with whose agents another
         control plane would find the gang if this one died."""
         words = {
-            "start": "begins at step 0",
-            "snapshot": f"resumes at step {resume.step} from shared memory",
-            "memory": f"resumes at step {resume.step} from the shared memory of another layout",
-            "checkpoint": f"resumes at step {resume.step} from {resume.path}",
+            "start": "starts at step 1",
+            "snapshot": f"continues after step {resume.step} from shared memory",
+            "memory": f"continues after step {resume.step} from the shared memory of another layout",
+            "checkpoint": f"continues after step {resume.step} from {resume.path}",
         }
         failure = None if incident is None else incident.failure.to_json()
         data = {"failure": failure, "resume_path": resume.path}
@@ -138,7 +138,7 @@ class JobRecord:
             about = {"generation": number, "step": resume.step}
             events.append(session, self.id, "generation_started", message, data=data_of_event, **about)
             if resume.source == "start" and reached:
-                lost = f"no state of any of the {reached} steps that were taken is left: it begins again at step 0"
+                lost = f"the state of all {reached} committed steps is lost: training starts again at step 1"
                 events.append(session, self.id, "state_lost", lost, data={"steps": reached}, **about)
             return number
 
@@ -155,7 +155,7 @@ class JobRecord:
             recoveries.record_latest(session, self.id, generation, launched_at=at)
             recoveries.record_replaced(session, self.id, generation, forked, len(kept))
             if kept:
-                message = f"generation {generation} continues with {len(kept)} of {len(rows)} processes"
+                message = f"generation {generation} keeps the processes of {len(kept)} of {len(rows)} ranks"
                 data = {"kept": list(kept), "started": forked}
                 events.append(session, self.id, "ranks_replaced", message, generation=generation, data=data)
 
@@ -214,7 +214,7 @@ class JobRecord:
             job.memory_kept_until = memory_kept_until
             if memory_kept_until is not None:
                 until = datetime.fromtimestamp(memory_kept_until, UTC).strftime("%Y-%m-%d %H:%M UTC")
-                kept = f"its snapshots stay in memory until {until}; `manta retry` continues from where it failed"
+                kept = f"its snapshots stay in memory until {until}; manta retry continues from there"
                 events.append(session, self.id, "memory_kept", kept, data={"until": memory_kept_until})
 
         await self.write(end)
@@ -289,6 +289,6 @@ def _lacks(job: Job) -> str:
 
 
 def _pause(session: Session, job: Job) -> bool:
-    message = f"paused by the user at step {job.step}; `manta resume {job.id}` continues it"
+    message = f"paused by the user at step {job.step}; manta resume {job.id} continues it"
     jobs.transition(session, job.id, JobState.PAUSED, "paused_by_user", message)
     return True

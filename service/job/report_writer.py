@@ -165,7 +165,7 @@ class ReportWriter:
         durations = ", ".join(f"{words.get(phase, phase)} {seconds or 0.0:.2f}" for phase, seconds in phases.items())
         message = (
             f"recovered in {timeline.total_seconds or 0.0:.2f} s ({durations}), "
-            f"{over.steps_redone} committed steps are done again"
+            f"{over.steps_redone} committed steps are repeated"
         )
         data = {
             "seconds": phases,

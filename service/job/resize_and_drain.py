@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 # Seconds until trainers of standby agents must be ready.
 PREPARE_SECONDS = 120.0
-NO_ROOM = "its nodes are being drained and there is no room elsewhere; it continues when there is"
-TOO_SOON = "its nodes go away sooner than it could move; it continues elsewhere"
+NO_ROOM = "its nodes are being drained and no other slots are free; it continues once some are"
+TOO_SOON = "its nodes shut down before it can move; it continues on others"
 # Seconds between checks whether a job that is smaller than it should be has room to grow.
 ROOM_SECONDS = 2.0
 
@@ -80,7 +80,7 @@ class ElasticityPlanner:
         other_jobs_wait = await self._other_jobs_wait()
         larger = None if other_jobs_wait else await self._larger_shape()
         return (
-            await self._resize(running, other_jobs_wait) if larger is None else Relocate(larger, "there is room again")
+            await self._resize(running, other_jobs_wait) if larger is None else Relocate(larger, "slots are free again")
         )
 
     async def check_for_room(self) -> None:
@@ -192,7 +192,7 @@ class ElasticityPlanner:
         if not self._reported_waiting:
             more = f"for {spare:.0f} s; then it saves its state and waits in the queue"
             how_long = "until the end" if math.isinf(spare) else more
-            message = f"there is no room elsewhere; it stays until there is, or {how_long}"
+            message = f"no other slots are free; the job stays until some are, or {how_long}"
             await self._job.record.event("drain_waiting", message)
         self._reported_waiting = True
         return None
@@ -204,9 +204,9 @@ class ElasticityPlanner:
         size = largest_fitting_size(self._sizes, wanted, held, 0 if other_jobs_wait else await self._room(gang.spec))
         if size is None or size == held:
             if wanted > held:
-                message = f"there is no room for more than {held} replicas; it keeps waiting"
+                message = f"no slots are free for more than {held} replicas; the job keeps waiting"
                 if other_jobs_wait:
-                    message = f"jobs in the queue come first: it stays at {held} replicas, and keeps waiting"
+                    message = f"jobs in the queue come first: the job stays at {held} replicas and keeps waiting"
                 if self._reported_size != (wanted, message):
                     self._reported_size = wanted, message
                     await self._job.record.event("resize_waiting", message)

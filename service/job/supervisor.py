@@ -108,7 +108,7 @@ class Supervisor:
         lost = self._gang.on([node])
         if not lost:
             return
-        message = f"node {node[:12]} is lost ({why}), and with it {len(lost)} of {len(self._gang.agents)} ranks"
+        message = f"node {node[:12]} was lost ({why}), and with it {len(lost)} of {len(self._gang.agents)} ranks"
         self._in_background(self._record.event("node_lost", message, data={"node": node, "ranks": lost}))
         if self._running is not None:
             for rank in lost:
@@ -120,7 +120,7 @@ class Supervisor:
         if there:
             why = f" ({reason})" if reason else ""
             soon = "" if seconds is None else f" within {seconds:.0f} s"
-            message = f"node {node[:12]} is being drained{soon}{why}; {len(there)} ranks are there"
+            message = f"node {node[:12]} is being drained{soon}{why}; it runs {len(there)} ranks of the job"
             data = {"node": node, "ranks": there, "seconds": seconds, **({"reason": reason} if reason else {})}
             self._in_background(self._record.event("node_draining", message, data=data))
             self._planner.reconsider()
@@ -203,11 +203,11 @@ class Supervisor:
         await self._gang.start(scheduled_generation, in_use(self._job.submitted, job))
         lives = await self._record.generations()
         if lives and lives[-1].started_at <= self._history.retried_at:
-            return Launch("tried again by the user", counts=False)
+            return Launch("retried by the user", counts=False)
         if lives and (lives[-1].data or {}).get(RESUMED):
             return Launch("resumed by the user", counts=False)
         if ((await self._record.outcome()) or {}).get("state") == JobState.QUEUED:
-            return Launch("placed again: the nodes that it was on were being drained", counts=False)
+            return Launch("placed on other nodes: its nodes were being drained", counts=False)
         return Launch("placed again" if again else "submitted", counts=again)
 
     async def _adopt(self, job: Job) -> Action:
@@ -235,9 +235,9 @@ class Supervisor:
         if job.state == JobState.RESIZING and not self._inbox.no_room:
             # Perhaps not all were asked to rest: the reason for the change is found again.
             self._inbox.put(Resize())
-            return Rearrange(Stay("the control plane was restarted during a change of size"))
+            return Rearrange(Stay("the control plane was restarted during a resize"))
         if not lost:
-            await self._record.event("adopted", "another control plane owns it now; the training was not interrupted")
+            await self._record.event("adopted", "another control plane took the job over; training was not interrupted")
         return Watch()
 
     async def _watch_adopted(self, generation: int, lost: list[int], where: Mapping[int, AgentDescription]) -> None:
@@ -248,7 +248,7 @@ class Supervisor:
         if not lost:  # the last control plane may not have done it
             running.run_alongside(plan_generation(self._job, generation, where))
         for rank in lost:
-            running.lose(rank, "has an agent that does not answer")
+            running.lose(rank, "was given up: its agent does not answer")
 
     async def _watch(self) -> Action:
         """Watch one generation until it ends."""
@@ -276,14 +276,19 @@ class Supervisor:
         timeline = RecoveryTimeline(noticed_at=time.time())
         await self._record.store.until_certain()
         await running.wait_for_culprit()
-        await asyncio.gather(
-            self._record.record_state(JobState.RECOVERING), running.rest(time_to_rest(self._gang.spec))
-        )
+        resting = running.rest(time_to_rest(self._gang.spec))
+        if failure_kind(running.culprit.kind).is_hopeless:
+            await resting
+        else:
+            await asyncio.gather(self._record.record_state(JobState.RECOVERING), resting)
         return self._after_deaths(running, timeline)
 
-    def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover:
-        """The action after a generation has ended with deaths, and all that live are at rest."""
+    def _after_deaths(self, ended: RunningGeneration, timeline: RecoveryTimeline) -> Recover | End:
+        """The action after a generation has ended with deaths, and all that live are at rest. A failure that no restart
+        cures, such as a mistake in the data, ends the job without anything being recovered."""
         self._running = None
+        if failure_kind(ended.culprit.kind).is_hopeless:
+            return End(JobState.FAILED, ended.culprit.kind, ended.culprit.message)
         timeline.rested_at, timeline.failed_at = time.time(), ended.culprit.at
         self._gang.resting_steps = dict(ended.resting)
         agents_lost = tuple(death.rank for death in ended.deaths if death.kind == "agent_lost")
@@ -313,7 +318,7 @@ class Supervisor:
             about = (lives[-1].resume_step, culprit.message, older, self._job.has_snapshots)
             await self._record.record_hold(hold_sentence(job.id, *about))
         elif (until := failure_kind(culprit.kind).waits_until) and decision.wait_seconds:
-            held = f"held until {until}: {culprit.message}. `manta cancel {job.id}` ends it"
+            held = f"on hold until {until}: {culprit.message}. manta cancel {job.id} ends the job"
             await self._record.record_hold(held)
         if decision.wait_seconds:
             await self._wait_before_generation(decision.wait_seconds, culprit)
@@ -330,7 +335,9 @@ class Supervisor:
         """Wait before the next generation, or until the job is cancelled or is to leave; while it tries to leave, until
         it has tried for long enough."""
         leave = (Overdue,) if self._inbox.has(*LEAVE) else LEAVE
-        message = f"waits {seconds:g} s before the next try: no step was committed since the last failure of this kind"
+        message = (
+            f"waiting {seconds:g} s before the next restart: no step was committed since the last failure of this kind"
+        )
         data = {"seconds": seconds, "kind": culprit.kind}
         await self._record.event("held_back", message, rank=culprit.rank, data=data)
         await self._inbox.wait(Cancel, *leave, seconds=seconds)
@@ -381,7 +388,7 @@ class Supervisor:
             self._history.failed_launches = []  # all agents have answered
             return await self._wait_before_retry(launch, str(error))
         except ClusterUnavailable as error:
-            return await self._wait_before_retry(launch, f"Ray refused a request ({error}); it is tried again")
+            return await self._wait_before_retry(launch, f"Ray refused a request ({error}); retrying")
         except (AgentError, LaunchFailed, TimeoutError) as error:
             log.warning("launch of %s failed: %s", self._job.id, error)
             death, lost = await self._launch_failure(error)

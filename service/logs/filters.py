@@ -21,6 +21,10 @@ _BEGINNING = 120
 _WORD = re.compile(
     r"\b(DEBUG|INFO|WARN|WARNING|ERROR|CRITICAL|FATAL)\b|\[([IWEF])\d{4} |^(?:\w+\.)*(\w*(?:Error|Warning))\b"
 )
+_NOTICE = re.compile(
+    r"^(?:\[rank\d+\]:?\s*)?\[[IW]\d{4} [\d:.]+ |^\[Gloo\] |ProcessGroup.*Warning"  # PyTorch, from C++
+    r"|^\[\d{4}-\d\d-\d\d [\d:,]+ [IW] \d+ \d+\] |^\((?:raylet|autoscaler)"  # Ray
+)
 _WORDS: dict[str, Level] = {
     **{level.upper(): level for level in LEVELS},
     **dict[str, Level](WARN="warning", FATAL="critical", I="info", W="warning", E="error", F="critical"),
@@ -43,6 +47,12 @@ def level_of(text: str) -> Level | None:
     return _WORDS[match[1] or match[2]]
 
 
+def is_notice(text: str) -> bool:
+    """Whether a line is a notice or a warning that PyTorch's C++ parts (sockets, process groups, gloo) or Ray print:
+    about themselves, not about the job."""
+    return _NOTICE.search(text, 0, _BEGINNING) is not None
+
+
 @dataclass(frozen=True)
 class LogFilter:
     """Lines that satisfy all of these conditions; None is no condition. The resulting test is not safe for use by
@@ -56,6 +66,8 @@ class LogFilter:
     Python's own hold the interpreter's lock while they backtrack."""
     level: Level | None = None
     """States this level or a more serious one."""
+    notices: bool = True
+    """False: is not a notice of a library (`is_notice`)."""
 
     def test(self) -> LineTest | None:
         """The test that selects these lines; None if all are wanted. Raises InvalidPattern."""
@@ -71,6 +83,7 @@ class LineTest:
         self._search = None if wanted.search is None else wanted.search.lower()
         self._regex = None if wanted.regex is None else _compiled(wanted.regex)
         self._least = None if wanted.level is None else LEVELS.index(wanted.level)
+        self._notices = wanted.notices
         self._in_bytes = _as_in_files(self._search)
 
     def may_want(self, line: bytes) -> bool:
@@ -83,6 +96,8 @@ class LineTest:
         if self._stream is not None and stream != self._stream:
             return False
         if self._search is not None and self._search not in text.lower():
+            return False
+        if not self._notices and is_notice(text):
             return False
         if self._least is not None:
             level = level_of(text)

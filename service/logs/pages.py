@@ -261,7 +261,8 @@ class LogCursors:
 
     def __init__(self, job_id: str, rank: int | None = None, wanted: LogFilter = EVERY_LINE):
         """`rank`: the only one that is read; None: all are."""
-        given = None if wanted == EVERY_LINE else json.dumps(astuple(wanted))
+        # Without the condition that earlier releases did not have, so that their cursors stay valid.
+        given = None if wanted == EVERY_LINE else json.dumps([each for each in astuple(wanted) if each is not True])
         self._cursors = Cursors("logs", job=job_id, rank=rank, lines=given)
 
     def encode(self, position: Mapping[int, int]) -> str:

@@ -22,7 +22,7 @@ ASSUMED = (
 )
 
 LINKS_ASSUMED = (
-    "what its GPUs reach was measured; what lies between them is assumed, and was neither fitted nor measured"
+    "the speed of the GPUs was measured; that of the links between them is a default, which was not measured"
 )
 
 
@@ -32,8 +32,7 @@ OTHER_FORM = (
 )
 
 WAITS_ASSUMED = (
-    "what its GPUs and the links inside a node reach was measured; {what} is assumed, and was neither fitted nor "
-    "measured"
+    "the speed of the GPUs and of the links inside a node was measured; {what} is a default, which was not measured"
 )
 
 
@@ -57,7 +56,7 @@ def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[
         yield ASSUMED
     elif several and machine.links_are_assumed:
         waits = "how long they wait for one another"
-        what = f"what lies between nodes, and {waits}," if several_nodes else waits
+        what = f"that of the links between nodes, and {waits}," if several_nodes else waits
         yield LINKS_ASSUMED if machine.links is None else WAITS_ASSUMED.format(what=what)
 
 

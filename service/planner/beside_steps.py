@@ -104,7 +104,7 @@ def beside_steps(model: StepModel, time: StepTime) -> BesideSteps:
     every = steps_between(stall, time.seconds) if wanted == "auto" else wanted
     saved = -(-steps // keeps.every_steps) if keeps.every_steps else 0  # one of the last step among them
     size, between = checkpoint_bytes(spec), keeps.every_steps * time.seconds
-    validations = steps // train.validate_every if train.validate_every else 0
+    validations = -(-steps // train.validate_every) if train.validate_every else 0  # also one after the last step
     return BesideSteps(
         steps * time.seconds,
         validations,

@@ -53,7 +53,7 @@ class Death:
     def sentence(self) -> str:
         """A sentence for events and messages."""
         if failure_kind(self.kind).is_sentence and self.exception is not None:
-            return f"rank {self.rank} ended: {self.message}"
+            return f"rank {self.rank} failed: {self.message}"
         where = f" at step {self.step}" if self.step is not None else ""
         return f"rank {self.rank} {self.message or self.kind}{where}"
 
@@ -65,21 +65,21 @@ def describe_exit(code: int | None, number: int | None, memory_kills: int | None
             name = signal.Signals(number).name
         except ValueError:
             name = f"signal {number}"
-        return f"was killed by {name}{_cause(number, memory_kills)}"
+        return f"was killed ({name}{_cause(number, memory_kills)})"
     return f"exited with code {code}" if code is not None else "is gone"
 
 
 def _cause(number: int, memory_kills: int | None) -> str:
     if number == signal.SIGBUS:
-        return "; its memory is in a file, of weights or in /dev/shm, that was truncated or whose disk or mount failed"
+        return ": a file that it maps, of weights or in /dev/shm, was truncated, or its disk or mount failed"
     if number != signal.SIGKILL:
         return ""
     if memory_kills is None:
-        return "; unless a user sent it, the machine ran out of memory"
+        return ": out of memory, unless a user sent the signal"
     if memory_kills <= 0:
-        return ", not for lack of memory"
+        return "; not the OOM killer"
     processes = "a process" if memory_kills == 1 else f"{memory_kills} processes"
-    return f"; since it began the kernel has killed {processes} of its machine for lack of memory"
+    return f": out of memory; the OOM killer has ended {processes} of its machine since it started"
 
 
 def culprit_of(deaths: Sequence[Death]) -> Death:
@@ -123,19 +123,23 @@ def decide(
     within `window_seconds` (0: ever), and the same number of launches may fail in a row, however long ago the first of
     them was; `failed_launches`: how many have, including this one. What is waited out does not count."""
     if failed_launches > max_restarts:
-        message = f"could not be launched {failed_launches} times in a row; last: {culprit.sentence}"
+        message = f"could not be launched {failed_launches} times in a row; last failure: {culprit.sentence}"
         return GiveUp("restarts_exhausted", message)
     if failure_kind(culprit.kind).is_hopeless:
         return GiveUp(culprit.kind, culprit.message)
     if recurs(history, failure):
-        return GiveUp("user_error", f"{culprit.sentence}, twice at the same step\n{culprit.traceback}".strip())
+        return GiveUp(
+            "user_error", f"{culprit.sentence}; it has failed twice at this step\n{culprit.traceback}".strip()
+        )
     if _is_waited_out(failure):
         return Restart(culprit.sentence, wait_seconds(history, failure))
     counted = [each for each in within(history, failure.at, window_seconds) if not _is_waited_out(each)]
     if len(counted) >= max_restarts:
         kinds = f" ({count_by_kind(counted)})" if counted else ""
         recently = f" in {window_seconds:g} s" if counted and window_seconds else ""
-        message = f"restarted {len(counted)} times{recently}{kinds}; last: {culprit.sentence}\n{culprit.traceback}"
+        message = (
+            f"restarted {len(counted)} times{recently}{kinds}; last failure: {culprit.sentence}\n{culprit.traceback}"
+        )
         return GiveUp("restarts_exhausted", message.strip())
     return Restart(culprit.sentence, wait_seconds(history, failure))
 

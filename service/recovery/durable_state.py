@@ -85,9 +85,9 @@ def hold_sentence(job_id: str, step: int, problem: str, older: bool, has_snapsho
     no_memory = "" if has_snapshots else " (with checkpoint.snapshots: off no state is in memory)"
     instead = "; to continue from an older checkpoint instead, delete its folder" if older else ""
     return (
-        f"held: the newest state is the checkpoint of step {step}{no_memory}, which cannot be read now: {problem}. "
+        f"on hold: the newest state is the checkpoint of step {step}{no_memory}, which cannot be read now: {problem}. "
         "Mount or move the folder back, or make it readable, and the job continues by itself"
-        f"{instead}. `manta cancel {job_id}` ends it"
+        f"{instead}. manta cancel {job_id} ends it"
     )
 
 

@@ -209,8 +209,8 @@ def _culprit_among_roots(views: Sequence[RankView], guilty: list[int], awaited: 
 def _unended(views: Sequence[RankView], rank: int) -> str:
     axis, number = views[rank].waits_in or ("world", 0)
     return (
-        f"all that share collective {number} along {axis} with rank {rank} have come to it, and it does not end: "
-        "the network or NCCL is at fault, and no rank"
+        f"all that share collective {number} along {axis} with rank {rank} have reached it, and it does not complete: "
+        "the network or NCCL is at fault, not a rank"
     )
 
 
@@ -219,7 +219,7 @@ def _reason(view: RankView, awaited: bool) -> str:
         return "others wait for it, and its agent does not answer"
     if view.stopped:
         return "its process is stopped"
-    return "others wait for it, and it waits for no rank" if awaited else "it stands still and waits for no rank"
+    return "others wait for it, and it waits for no rank" if awaited else "it makes no progress and waits for no rank"
 
 
 def _least_advanced(views: Sequence[RankView], ranks: list[int], why: str) -> Verdict:
@@ -229,7 +229,9 @@ def _least_advanced(views: Sequence[RankView], ranks: list[int], why: str) -> Ve
     if len(last) == 1:
         return Verdict("ranks", tuple(last), f"of {_names(ranks)} it got least far, and {why}")
     everybody = tuple(view.rank for view in views)
-    return Verdict("gang", everybody, f"{_names(last)} stand still and {why}; which of them is at fault is not known")
+    return Verdict(
+        "gang", everybody, f"{_names(last)} make no progress and {why}; which of them is at fault is not known"
+    )
 
 
 def _names(ranks: Sequence[int]) -> str:
@@ -278,14 +280,14 @@ def waits_now(answers: Sequence[TrainerStatus | None], silent: frozenset[int], g
     culprits = verdict.ranks if verdict.kind == "ranks" else ()
     if verdict.kind != "nobody":
         who = _names(culprits) if culprits else "no rank in particular"
-        return Waits(ranks, culprits, f"the job stands still because of {who}: {verdict.why}")
+        return Waits(ranks, culprits, f"the job is stuck because of {who}: {verdict.why}")
     return Waits(ranks, (), _sentence(ranks, edges, verdict.why))
 
 
 def _sentence(ranks: Sequence[WaitingRank], edges: dict[int, int], why: str) -> str:
     """For when no rank has stood still for longer than allowed."""
     if not edges:
-        return "no rank waits for another one at this moment"
+        return "no rank is waiting for another one"
     ends = [path_from(rank, edges)[-1] for rank in edges]
     counts = Counter(ends)
     last = max(sorted(counts), key=counts.__getitem__)

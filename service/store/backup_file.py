@@ -153,7 +153,7 @@ def _mark(session: Session, made: str, now: float) -> int:
     leases.clear_owners(session)
     unfinished = jobs.unfinished(session)
     for job in unfinished:
-        message = f"the database was restored from a backup of {made}; what became of the job since is not known in it"
+        message = f"the database was restored from a backup of {made}; what has happened to the job since is not known"
         events.append(session, job.id, RESTORED, message, generation=job.generation, step=job.step, at=now)
         if job.state == JobState.QUEUED:
             why = f"it was in the queue when the backup was made, and may have run since; `manta resume {job.id}`"

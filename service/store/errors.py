@@ -36,7 +36,7 @@ class IllegalTransition(ServiceError):
 class JobNotFinal(ServiceError):
     """A job that is not final cannot be deleted."""
 
-    kind = ErrorKind("job_not_final", 409, "the job is not over: cancel it first")
+    kind = ErrorKind("job_not_final", 409, "the job has not ended: cancel it first")
 
     def __init__(self, job_id: str, state: JobState):
         super().__init__(

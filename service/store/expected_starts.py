@@ -67,9 +67,7 @@ def expected_starts(reader: Reader) -> dict[str, float]:
     found: dict[str, float] = {}
     for unit in free:
         needed = [(job.id, _units_of(job)) for job in queued if _kind_of(job, free) == unit]
-        endings = [
-            _ending(job, seconds.get(job.id)) for job in holding if _kind_of(job, free) == unit
-        ]
+        endings = [_ending(job, seconds.get(job.id)) for job in holding if _kind_of(job, free) == unit]
         found |= starts(needed, free[unit], endings)
     return found
 

@@ -48,6 +48,7 @@ _EXTENT = select(
     .select_from(select(_METRIC.step).where(*_BETWEEN).limit(_given("most")).subquery())
     .scalar_subquery()
     .label("counted"),
+    _JOB.steps,
     _JOB.binned_until,
     _JOB.binned_generation,
     _JOB.generation,
@@ -97,7 +98,8 @@ def points(
     first, last = known.first or 0, known.last or 0
     is_lagging = metric_bins.bins_lag(known.newest or 0, known)
     if every > 1:
-        steps = _multiples(every, first, last, max_points)
+        final = [last] if last == known.steps and last % every else []
+        steps = [*_multiples(every, first, last, max(1, max_points - len(final))), *final][-max_points:]
         return Points(reader.execute(_some(columns), {"job": job_id, "steps": steps}).all(), is_lagging)
     if known.counted <= max_points:
         return Points(reader.execute(_all(columns), about).all(), is_lagging)

@@ -25,7 +25,7 @@ def request_pause(session: Session, job_id: str) -> Job:
         return job
     message = "paused by the user"
     if target == JobState.PAUSING:
-        message += f": its state is being saved, for which `manta cancel {job_id}` does not wait"
+        message += f"; its state is being saved (manta cancel {job_id} does not wait for that)"
     return jobs.transition(session, job_id, target, "paused_by_user", message)
 
 
@@ -45,7 +45,7 @@ def request_retry(session: Session, job_id: str) -> Job:
         raise JobBeingDeleted(job_id)
     job, target = jobs.asked(session, job_id, "retry")
     generations.clear_outcome(session, job_id, job.generation)
-    message = f"tried again by the user; it had failed: {job.message}"
+    message = f"retried by the user; it had failed: {job.message}"
     jobs.transition(session, job_id, target, "retried_by_user", message)
     # Not before the failed generation began, whose failures would still count: that may be by another clock.
     job.retried_at = max(job.updated_at, generations.began_at(session, job_id, job.generation))

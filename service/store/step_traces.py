@@ -214,8 +214,8 @@ def interrupt(session: Session, job_id: str, why: str) -> None:
             known = parts(session, job_id, row.number)
             whole = [rank for rank, each in known.items() if each.count]
             missing = [rank for rank in range(_ranks_of(row)) if rank not in whole]
-            left = f"; {_named(missing)} left nothing of it" if whole and missing else ""
-            _end(session, row, PARTIAL if whole else FAILED, f"the recording was broken off: {why}{left}")
+            left = f"; there is no recording of {_named(missing)}" if whole and missing else ""
+            _end(session, row, PARTIAL if whole else FAILED, f"the recording was interrupted: {why}{left}")
 
 
 def end_all(session: Session, job_id: str, why: str) -> None:

@@ -117,7 +117,7 @@ class FakeControl:
             WaitingRank(0, "forward", "forward of micro-batch 3", 2.5, (), 7),
             WaitingRank(1, "backward", "backward, waiting for rank 0 to send a message", 2.0, (0,), 7),
         )
-        return ObservedWaits(100.0, Waits(ranks, (0,), "the job stands still because of rank 0: it waits for nobody"))
+        return ObservedWaits(100.0, Waits(ranks, (0,), "the job is stuck because of rank 0: it waits for nobody"))
 
     def stack(self, job_id: str, rank: int) -> RankStack:
         if rank > 1:

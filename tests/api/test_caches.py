@@ -405,6 +405,14 @@ def test_multiples_of_a_step_are_drawn_at_equal_distances(report, rendered_serie
     assert all(time > 1e9 for time in body["series"]["time"])
 
 
+@pytest.mark.parametrize(("most", "steps"), [(10, [25, 50, 60]), (2, [50, 60]), (1, [60])])
+def test_multiples_of_a_step_are_followed_by_the_last_step_of_the_job(report, rendered_series, store, job, most, steps):
+    store.write(lambda session: setattr(jobs.get(session, job), "steps", 60))
+    report([{"step": step, "loss": 1.0} for step in range(1, 61)])
+    body = json.loads(rendered_series.one(store, job, ["loss"], 0, most, every=25).body)
+    assert body["steps"] == steps
+
+
 @pytest.mark.parametrize(
     ("after", "until", "steps"), [(24, 100, [25, 50, 75, 100]), (24, 25, [25]), (25, 99, [50, 75])]
 )

@@ -45,7 +45,7 @@ def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
     places = [(rank["rank"], rank["pipeline"], rank["tensor"]) for rank in answer["layout"]["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert answer["plan"]["parallel"]["tensor"] == 2 and answer["plan"]["step_seconds"] > 0
-    assert "assumed" in answer["plan_note"]
+    assert "default efficiencies" in answer["plan_note"]
     assert service.http.get("/v1/jobs").json()["items"] == []
     assert service.control.asked == []
 

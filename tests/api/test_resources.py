@@ -263,7 +263,7 @@ def test_weights_are_exported_below_the_folder_for_that(service):
 def test_waits_and_stack_of_a_rank_are_served(service):
     job = service.submit()["id"]
     waits = service.http.get(f"/v1/jobs/{job}/waits").json()
-    assert (waits["culprits"], waits["sentence"][:19]) == ([0], "the job stands stil")
+    assert (waits["culprits"], waits["sentence"][:19]) == ([0], "the job is stuck be")
     assert waits["ranks"][1] == {
         "rank": 1, "phase": "backward", "doing": "backward, waiting for rank 0 to send a message",
         "since_seconds": 2.0, "waits_for": [0], "step": 7,

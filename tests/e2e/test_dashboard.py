@@ -87,7 +87,7 @@ def test_slow_rank_is_found_and_explained_in_three_clicks(manta, page):
     manta.until("the event of the straggler", lambda: manta.events(job, "straggler"))
     page.goto(f"{manta.url}/ui/")
     page.locator("tbody tr", has_text=job).get_by_role("link").click()  # one
-    expect(page.locator(".attention")).to_contain_text("Rank 1 holds up the others")
+    expect(page.locator(".attention")).to_contain_text("Rank 1 slows the others down")
     page.locator(".attention").get_by_role("link", name="look").first.click()  # two
     expect(page.locator(".verdict")).to_contain_text(f"pid {manta.pids(job)[1]}")
     page.get_by_role("table", name="Ranks").get_by_role("button", name="1").click()  # three

@@ -85,7 +85,7 @@ def test_tensor_groups_stay_on_one_node_and_leftover_gpus_serve_other_jobs(manta
     assert [ranks_on(manta, each, none) for each in (job, *alone)] == [[]] * 4
     manta.until("all being held", lambda: manta.client.cluster().totals["free"] == 0)  # Ray's own view lags a little
     whole = manta.submit(manta.spec(STEPS, (4, 1, 1)))
-    why = "needs 4 GPUs in groups of 4 on one node, of which there are 0"
+    why = "needs 4 GPUs in groups of 4 on one node; the cluster has 0"
     manta.until("why it waits", lambda: manta.client.job(whole).message == why)
     (cpu,) = [each for each in manta.client.cluster().nodes if each.id == none.id]
     assert (cpu.accelerator, cpu.total) == ("cpu", SLOTS)
@@ -137,7 +137,7 @@ def test_gpu_job_without_gpus_elsewhere_waits_despite_free_slots(manta, nodes, c
         node.kill(job, held_there)
     waiting = manta.until_state(job, "QUEUED")
     assert (here, waiting.reason) == ([], "insufficient_gpus")
-    why = "needs 4 GPUs in groups of 2 on one node, of which there are 2"
+    why = "needs 4 GPUs in groups of 2 on one node; the cluster has 2"
     manta.until("why", lambda: why in (manta.client.job(job).message or ""))
     two.start_again()
     manta.succeeded(job, clean)

@@ -120,7 +120,7 @@ def test_gpu_job_without_a_free_gpu_says_so_and_blocks_no_cpu_job(manta):
 def test_gpu_job_larger_than_the_cluster_waits_without_blocking_others(manta, clean):
     job = manta.submit(manta.spec(STEPS, (2, 2, 1)))
     why = (
-        "needs 4 GPUs in groups of 2 on one node, of which there are 2; "
+        "needs 4 GPUs in groups of 2 on one node; the cluster has 2; "
         "with resources.accelerator: cpu it would take slots, of which there are enough"
     )
     manta.until("why it waits", lambda: manta.client.job(job).message == why)  # Ray's own view lags a little
@@ -134,7 +134,7 @@ def test_stages_on_typed_gpus_wait_until_such_nodes_exist(manta, clean):
     job = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed))
     manta.until_state(job, "SUCCEEDED")
     waiting = manta.submit(manta.spec(STEPS, (1, 2, 1), parallel=typed | {"stage_accelerators": ["A100", "V100"]}))
-    why = "needs 1 GPU on nodes with V100, of which there are 0"
+    why = "needs 1 GPU on nodes with V100; the cluster has 0"
     manta.until("why it waits", lambda: manta.client.job(waiting).message == why)
 
 

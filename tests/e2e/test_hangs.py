@@ -101,7 +101,7 @@ def test_straggler_is_reported_without_any_other_effect(manta):
         (named,) = manta.until("the straggler's event", lambda: manta.events(job, "straggler"))
     assert named.data["straggler"] == 2
     assert named.data["own_seconds"] > 1.5 * named.data["usual_seconds"]
-    assert "rank 2 holds up the others" in named.message
+    assert "rank 2 slows the others down" in named.message
     assert manta.client.job(job).generation == 1
     assert manta.events(job, "rank_hung") == []
     manta.cancel(job)

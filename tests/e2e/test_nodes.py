@@ -243,7 +243,7 @@ def test_job_on_a_leaving_node_without_room_elsewhere_saves_then_resumes_elsewhe
     (node,) = [node for node in usable if node.ranks]
     assert manta.client.drain(node.id[:16], 600).draining
     (waiting,) = manta.until("its being told", lambda: manta.events(job, "drain_waiting"))
-    assert "there is no room elsewhere" in waiting.message
+    assert "no other slots are free" in waiting.message
     manta.until_step(job, manta.client.job(job).step + 5)
     assert manta.client.job(job).generation == 1
     gone = datetime.now(UTC) + timedelta(seconds=12)
@@ -251,7 +251,7 @@ def test_job_on_a_leaving_node_without_room_elsewhere_saves_then_resumes_elsewhe
     queued = manta.until_state(job, "QUEUED")
     assert datetime.now(UTC) < gone, "it was saved in time"
     assert [event.data.get("reason") for event in manta.events(job, "node_draining")] == [
-        None, "AWS takes the spot instance back (terminate)"
+        None, "AWS reclaims the spot instance (terminate)"
     ]  # fmt: skip
     (left,) = [event for event in manta.events(job, "state_changed") if event.data["to"] == "QUEUED"]
     assert left.data["reason"] == "nodes_to_be_left"

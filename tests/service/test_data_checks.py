@@ -106,6 +106,30 @@ def test_paths_outside_the_data_roots_are_refused_whether_or_not_they_exist(fold
         DataRoots((data,)).check(spec)
 
 
+GOOD = '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (GOOD, None),
+        (GOOD * 9000 + "{", None),  # which is found while it is tokenized
+        (GOOD + "{", "line 2 (byte 14): not valid JSON"),
+        (GOOD + '{"words": "a"}', "no key 'text', only 'words': set data.text_key"),
+        (None, None),  # the file may appear until the job starts
+    ],
+)
+def test_mistake_in_the_first_lines_of_a_file_is_found_at_submission(tmp_path, make_spec, content, problem):
+    file = tmp_path / "a.jsonl"
+    if content is not None:
+        file.write_text(content)
+    spec = make_spec(data={"source": "jsonl", "paths": [str(file)], "tokenizer": "bytes"})
+    found = DataRoots((tmp_path,)).problem_of_first_rows(spec)
+    assert found is None if problem is None else (str(file) in found and problem in found)
+    assert content is None or DataRoots().problem_of_data(spec) == found, "it is also found when the job is to start"
+    assert DataRoots((tmp_path / "elsewhere",)).problem_of_first_rows(spec) is None, "nothing outside is read"
+
+
 @pytest.mark.parametrize("roots", [DataRoots(), DataRoots((Path.cwd(),))])
 def test_data_roots_refuse_relative_paths(make_spec, roots):
     (problem,) = roots.problems(spec_of(make_spec, "pyproject.toml"))

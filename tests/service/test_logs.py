@@ -171,6 +171,20 @@ def test_log_level_is_read_from_the_line(text, level):
     assert level_of(text) == level
 
 
+NOTICES = (
+    "[W1126 02:22:00.5 socket.cpp:752] [c10d] The client socket has failed",
+    "[rank0]:[W1126 02:22:00.5 ProcessGroupNCCL.cpp:1496] Warning: destroy_process_group() was not called",
+    "[Gloo] Rank 0 is connected to 1 peer ranks", "(raylet) it spills",
+    "[2026-01-01 10:00:00,123 W 12 34] core_worker.cc:5: slow",
+)  # fmt: skip
+NOT_NOTICES = ("[E1126 02:22:00.5 socket.cpp:1] [c10d] failed", "[rank 0] W", "[2026-01-01] step", "socket: 5", "")
+
+
+@pytest.mark.parametrize(("text", "wanted"), [(text, text in NOT_NOTICES) for text in (*NOTICES, *NOT_NOTICES)])
+def test_notices_of_libraries_are_distinguished_from_lines_of_the_job(text, wanted):
+    assert LogFilter(notices=False).test().wants("stderr", text) == wanted
+
+
 @pytest.mark.parametrize(
     ("wanted", "stream", "text", "yes"),
     [

@@ -377,7 +377,7 @@ name: job
 model: {family: gpt, bias: true, tie_embeddings: true, activation: gelu, norm_epsilon: 1.0e-5}
 data: {documents: together, tokenizer: bytes, validation_fraction: 0.05}
 train: {global_batch_size: 16, micro_batch_size: 1, seed: 1234, deterministic: layout, precision: fp32, fp8: "off",
-        attention: auto, validation_batches: 8, time_parts_every: 10,
+        attention: auto, validation_batches: 8, time_parts_every: 10, log_every: 10,
         optimizer: {name: adamw, learning_rate: 1.0e-3, min_learning_rate: 1.0e-4, schedule: cosine,
                     decay_shape: linear, weight_decay: 0.1, weight_decay_groups: [linear, embedding],
                     beta1: 0.9, beta2: 0.95, epsilon: 1.0e-8, clip_norm: 1.0}}

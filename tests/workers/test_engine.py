@@ -146,7 +146,7 @@ def test_interrupted_communication_commits_nothing(monkeypatch):
     engine.settle()
 
     def confirm():
-        raise PeerLost("communication was broken off")
+        raise PeerLost("communication was interrupted")
 
     monkeypatch.setattr(engine.optimizer.comm, "confirm", confirm)
     with pytest.raises(PeerLost):

@@ -24,11 +24,12 @@ from manta.workers.errors import MantaError
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.parallel.data.agreement import StepStatistics
-from manta.workers.protocol.reports import Event, Finished, Message, Metrics
+from manta.workers.protocol.reports import Event, Finished, Message, Metrics, Resting, Started
 from manta.workers.standalone import MetricsFile
 from manta.workers.timing.step_phases import StepPhases
 from manta.workers.training import metric_names
 from manta.workers.training import reporter as module
+from manta.workers.training.log_lines import LogLines
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
 from manta.workers.training.step_row import StepRows, mean_part_seconds, memory_in_use
 
@@ -185,13 +186,12 @@ def test_reporter_attaches_rank_samples_to_the_next_row_only():
 SAMPLES = [range(8, 16), range(20, 21)]
 
 
-def test_announcement_is_made_by_rank_0_alone_in_its_log_and_as_an_event(capsys):
+def test_announcement_is_made_by_rank_0_alone():
     events = []
     reporter = SimpleNamespace(event=lambda *arguments: events.append(arguments))
     for rank in (0, 1):
         announce(SimpleNamespace(rank=rank), reporter, "spike", 3, "too high", {"a": 1})
     assert events == [("spike", 3, "too high", {"a": 1})]
-    assert capsys.readouterr().out == "too high\n"
 
 
 def test_skipped_samples_are_named_inclusively_in_text_and_half_open_in_data():
@@ -272,7 +272,11 @@ def test_cpu_memory_in_use_is_resident_memory():
     assert memory_in_use(CPU) == pytest.approx(psutil.Process().memory_info().rss, rel=0.2)
 
 
-ROW = {"step": 2, "loss": float("nan"), "grad_norm": 0.5, "tokens_per_second": 100.0, "mfu_causal": 0.25}
+LINES = LogLines(steps=9, every=1)
+ROW = {
+    "step": 2, "loss": float("nan"), "grad_norm": 0.5, "learning_rate": 3e-4, "tokens_per_second": 4196.6,
+    "mfu_full": 0.312, "memory_bytes": 286.4 * 2**20, "generation": 2,
+}  # fmt: skip
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -284,29 +288,49 @@ def test_the_metrics_file_is_json_line_by_line_and_at_once(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text("of a run before")
     rows = ({**ROW, "step": 1}, {**ROW, "validation_loss": 1.5})
-    with MetricsFile(path, 9) as sink:
+    with MetricsFile(path, LINES) as sink:
         sink.write([Message(Metrics(rows), 1.0), Message(Event("spike", "too high"), 1.0), Message(Finished(2), 1.0)])
         assert [(row["step"], row["loss"]) for row in rows_of(path)] == [(1, "nan"), (2, "nan")]
         file = sink._file
     assert file.closed
     assert capsys.readouterr().out.splitlines() == [
-        "step 1/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%",
-        "step 2/9  loss nan  grad norm 0.500  100 tokens/s  mfu_causal 25.0%  validation loss 1.5000",
+        "step 1/9 | loss nan | grad norm 0.500 | lr 3.0e-04 | 4,197 tok/s | MFU 31.2% | 286 MiB",
+        "step 2/9 | loss nan | grad norm 0.500 | lr 3.0e-04 | 4,197 tok/s | MFU 31.2% | 286 MiB",
+        "step 2 | validation loss 1.5000",
         "too high",
     ]
+
+
+@pytest.mark.parametrize(("every", "lines_of"), [(0, []), (1, [*range(1, 9)]), (3, [1, 3, 6, 8])])
+def test_log_has_lines_of_every_few_steps_of_the_first_and_of_the_last(every, lines_of):
+    lines = LogLines(steps=8, every=every, generation=2)
+    payloads = [Metrics(({**ROW, "step": step},)) for step in range(1, 9)]
+    assert [int(line.split()[1].split("/")[0]) for each in payloads for line in lines.of(each)] == lines_of
+    again = Metrics(({**ROW, "step": 3, "generation": 1, "validation_loss": 1.5},))
+    assert lines.of(again) == [], "an earlier generation has logged it"
+
+
+def test_log_says_why_a_generation_begins_and_why_its_ranks_stop():
+    first, later = LogLines(8, 1, generation=1), LogLines(8, 1, generation=2, cause="rank 5 was killed")
+    assert first.of(Started(7)) == ["generation 1: starts at step 1"]
+    assert later.of(Started(7, step=3)) == ["generation 2: continues after step 3; rank 5 was killed"]
+    assert LogLines(8, 1, rank=1, generation=2).of(Started(7, step=3)) == [], "one rank is enough"
+    assert later.of(Resting(3, "lost rank 5")) == ["generation 2: rank 0 stopped after step 3: lost rank 5"]
+    named = Metrics(({**ROW, "step": 2, "validation_loss_wiki_2": 1.5},))
+    assert LogLines(8, 0, generation=2).of(named) == ["step 2 | validation loss wiki_2 1.5000"]
 
 
 @pytest.mark.parametrize(("name", "why"), [("no/metrics.jsonl", "No such file or directory"), (".", "Is a directory")])
 def test_unwritable_metrics_file_is_named(tmp_path, name, why):
     path = tmp_path / name
-    with pytest.raises(MantaError) as caught, MetricsFile(path, 9):
+    with pytest.raises(MantaError) as caught, MetricsFile(path, LINES):
         pass
     assert str(caught.value) == f"--metrics: {path} cannot be written ({why})"
 
 
 def test_full_disk_stops_metrics_but_neither_output_nor_training(capsys):
     sentence = "--metrics: /dev/full cannot be written (No space left on device)"
-    with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), 9) as sink:
+    with pytest.raises(MantaError, match=re.escape(sentence)), MetricsFile(Path("/dev/full"), LINES) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
         sink.write([Message(Metrics(({**ROW, "step": 3},)), 1.0)])
     said = capsys.readouterr()
@@ -318,7 +342,7 @@ def test_metrics_are_written_even_if_nobody_reads_the_output(tmp_path, monkeypat
     reads, writes = os.pipe()
     os.close(reads)
     path = tmp_path / "metrics.jsonl"
-    with os.fdopen(writes, "w") as pipe, MetricsFile(path, 9) as sink:
+    with os.fdopen(writes, "w") as pipe, MetricsFile(path, LINES) as sink:
         monkeypatch.setattr(sys, "stdout", pipe)
         sink.write([Message(Metrics((ROW,)), 1.0)])
         sink.write([Message(Event("spike", "too high"), 1.0), Message(Metrics(({**ROW, "step": 3},)), 1.0)])
@@ -327,6 +351,6 @@ def test_metrics_are_written_even_if_nobody_reads_the_output(tmp_path, monkeypat
 
 
 def test_metrics_are_printed_without_a_metrics_file(capsys):
-    with MetricsFile(None, 9) as sink:
+    with MetricsFile(None, LINES) as sink:
         sink.write([Message(Metrics((ROW,)), 1.0)])
     assert "step 2/9" in capsys.readouterr().out

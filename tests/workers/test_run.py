@@ -70,9 +70,9 @@ def test_the_losses_of_validation_sets_are_written_and_shown(tmp_path, capsys):
     assert run.main([str(config), "--metrics", str(tmp_path / "metrics.jsonl")]) == 0
     rows = rows_of(tmp_path / "metrics.jsonl")
     assert ["validation_loss_other" in row for row in rows] == [False, True, False, True]
-    last = capsys.readouterr().out.splitlines()[-1]
+    last = capsys.readouterr().out.splitlines()[-2:]
     own, other = rows[-1]["validation_loss"], rows[-1]["validation_loss_other"]
-    assert last.endswith(f"  validation loss {own:.4f}  validation loss other {other:.4f}")
+    assert last == [f"step 4 | validation loss {own:.4f}", f"step 4 | validation loss other {other:.4f}"]
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -114,7 +114,7 @@ def test_metrics_have_the_names_of_the_contract(config, tmp_path, capsys):
         assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
         assert row["mfu_causal"] < row["mfu_full"] == row["hfu_full"] == row["hfu_paper"]
         assert row["memory_bytes"] > 10**7
-    assert "step 4/4  loss" in capsys.readouterr().out
+    assert "step 4/4 | loss" in capsys.readouterr().out
 
 
 def test_run_trace_has_the_requested_steps(config, tmp_path, capsys):
@@ -130,7 +130,7 @@ def test_run_trace_has_the_requested_steps(config, tmp_path, capsys):
         "rank 0 (tensor 0, pipeline 0, data 0)"
     ]
     assert run.main([str(config), "--trace", str(trace), "--trace-steps", "7"]) == 0
-    assert "is incomplete: the recording was broken off" in capsys.readouterr().err
+    assert "is incomplete: the recording was interrupted" in capsys.readouterr().err
     assert [step["step"] for step in json.loads(trace.read_text())["ranks"][0]["steps"]] == [2, 3, 4]
 
 

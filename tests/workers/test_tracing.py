@@ -57,7 +57,7 @@ def test_ranks_record_the_requested_steps(ranks, corpus, layout, kind, backend):
         assert sorted(recordings) == list(range(spec.layout.world_size))
         assert {tuple(each.step for each in recording.steps) for recording in recordings.values()} == {steps}
         problems = {recording.problem for recording in recordings.values()}
-        assert problems == {"the recording was broken off" if number == 3 else ""}
+        assert problems == {"the recording was interrupted" if number == 3 else ""}
         look_at(assembled(recordings, RankGrid(spec.layout)), spec, backend)
 
 
@@ -104,7 +104,7 @@ def look_at(trace, spec, backend):
             assert [(each.kind, each.micro_batch) for each in slices if each.kind in {*COMPUTE}] == expected
             assert {each.stage for each in slices if each.kind in COMPUTE} == {at.pipeline}
             kinds = Counter(each.kind for each in slices)
-            assert kinds["validation"] == (0 if step.step != 4 else kinds["validation"])
+            assert (kinds["validation"] > 0) <= (step.step in (4, 6))
             for kind in ("loader", "reduction", "agreement", "optimizer", "gather"):
                 assert kinds[kind] == 1, kind
             assert (kinds["recompute"] > 0) and all(step.start <= each.start <= each.end <= step.end for each in slices)

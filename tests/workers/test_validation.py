@@ -38,8 +38,8 @@ def validation(every: int = 0, texts: tuple[str, ...] = ("own",), **train) -> Va
     return Validation(engine, batches, comm)
 
 
-def test_validation_is_due_every_given_number_of_steps_or_never():
-    assert [step for step in range(1, 10) if validation(3).due(step)] == [3, 6, 9]
+def test_validation_is_due_every_given_number_of_steps_and_after_the_last_or_never():
+    assert [step for step in range(1, 12) if validation(3, steps=11).due(step)] == [3, 6, 9, 11]
     assert not any(validation(0).due(step) for step in range(10))
 
 

@@ -193,10 +193,12 @@ class Checkpointer:
         self.failure, self._delayed = None, False
         self._started, self._patience = time.monotonic(), PATIENCE_SECONDS
         path = str(catalog.checkpoint_path(self.folder, step, self.comm.generation))
-        self._report("checkpoint_saving", step, f"saving checkpoint of step {step}", {"path": path})
+        self._report("checkpoint_saving", step, f"saving the checkpoint of step {step}", {"path": path})
         changing = (part for part in self.engine.parts() if part.changes and not part.ranges)
         small = {part.name: torch.cat(part.tensors).tolist() for part in changing}
-        then = if_it_fails or ("training continues" if step < self.spec.train.steps else "the job is not done")
+        then = if_it_fails or (
+            "training continues" if step < self.spec.train.steps else "the job cannot finish without it"
+        )
         self._save = save = Save(step, path, self.comm.generation, self.comm.shared_work, small, numbers, then)
         self._pending = self._writer.submit(self._write, save, self._begin_parts(save))
 
@@ -226,7 +228,7 @@ class Checkpointer:
         seconds, data = time.monotonic() - self._started, {}
         reason = f"existing checkpoints have been searched for {seconds:.1f} s"
         if self._search is None and self._save is not None:
-            reason = f"that of step {self._save.step} has been under way for {seconds:.1f} s and is not written yet"
+            reason = f"that of step {self._save.step} has been saving for {seconds:.1f} s"
             data = {"writing": self._save.step}
         message = f"the checkpoint due at step {step} waits: {reason}"
         self._report("checkpoint_delayed", step, message, {**data, "seconds": seconds})
@@ -303,7 +305,12 @@ class Checkpointer:
         self._delayed, self._search = False, None
         self._forget_sealed_after(step)
         for old in pruning.remove_after(self.folder, step, self.began) if self.comm.rank == 0 else ():
-            self._report("checkpoint_deleted", step, f"deleted {old.name}, which was undone", {"path": str(old)})
+            self._report(
+                "checkpoint_deleted",
+                step,
+                f"deleted checkpoint {old.name}, whose steps were rolled back",
+                {"path": str(old)},
+            )
 
     def restore(self, path: str) -> dict[str, Any] | None:
         """Load this rank's part of the state from the checkpoint at `path`; returns the manifest's numbers.
@@ -383,7 +390,7 @@ class Checkpointer:
                 self._seal(save, sums)
         except (OSError, RuntimeError, MantaError) as error:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            message = f"checkpoint of step {save.step} failed: {reason}; {save.if_it_fails}"
+            message = f"the checkpoint of step {save.step} could not be saved: {reason}; {save.if_it_fails}"
             self._report("checkpoint_failed", save.step, message, {"path": save.path})
             location = parse_location(save.path)
             # Its remains would keep a full disk full. In a store, which may be slow to answer, a later save removes
@@ -418,7 +425,7 @@ class Checkpointer:
         if not save.abandoned:
             self._sealed = save.step
         data = {"path": save.path, "bytes": manifest.bytes}
-        self._report("checkpoint_saved", save.step, f"checkpoint of step {save.step} is complete", data)
+        self._report("checkpoint_saved", save.step, f"saved the checkpoint of step {save.step}", data)
 
     def _prune(self, save: Save) -> None:
         """Delete checkpoints that the completed save makes superfluous, and remains of earlier saves. Raises
@@ -427,7 +434,7 @@ class Checkpointer:
         undoes = 2 * recovery.roll_back_steps if recovery.rolls_back else 0
         keep = self.spec.checkpoint.keep
         for old in pruning.prune(self.folder, keep, save.generation, undoes, self.began, save.step, self.job):
-            self._report("checkpoint_deleted", save.step, f"deleted {old.name}", {"path": str(old)})
+            self._report("checkpoint_deleted", save.step, f"deleted checkpoint {old.name}", {"path": str(old)})
 
     def _report(self, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
         if self.comm.rank == 0:

@@ -67,7 +67,7 @@ class GlooWaits:
 
     def _raise_if_interrupted(self) -> None:
         if self._interrupted():
-            raise PeerLost("communication was broken off while this rank waited")
+            raise PeerLost("communication was interrupted while this rank waited")
 
     def end(self) -> bool:
         """After an abort: whether all collectives have ended, as far as known. One that has not keeps a thread of

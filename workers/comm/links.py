@@ -86,7 +86,7 @@ class _Link:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise PeerLost(f"rank {self.peer} is gone: {error.strerror or error}") from error
+                raise PeerLost(f"lost the connection to rank {self.peer}: {error.strerror or error}") from error
             self.sends[0].advance(count)
             if self.sends[0].done:
                 self.sends.popleft()
@@ -99,9 +99,9 @@ class _Link:
             except BlockingIOError:
                 return
             except OSError as error:
-                raise PeerLost(f"rank {self.peer} is gone: {error.strerror or error}") from error
+                raise PeerLost(f"lost the connection to rank {self.peer}: {error.strerror or error}") from error
             if count == 0:
-                raise PeerLost(f"rank {self.peer} is gone: it closed the connection")
+                raise PeerLost(f"lost the connection to rank {self.peer}: it was closed")
             self.receives[0].advance(count)
             if self.receives[0].done:
                 self.receives.popleft()

@@ -131,7 +131,7 @@ class _Call(_Conversation):
         try:
             return bool(exchange())
         except _HungUp as error:
-            raise PeerLost(f"rank {self.peer} is gone: {error}") from error
+            raise PeerLost(f"lost the connection to rank {self.peer}: {error}") from error
 
 
 class _Caller(_Conversation):

@@ -177,7 +177,7 @@ class ProcessGroups:
 
     def confirm(self) -> None:
         if self._is_interrupted:
-            raise PeerLost("communication was broken off")
+            raise PeerLost("communication was interrupted")
 
     def close(self) -> None:
         self.interrupt()

@@ -156,7 +156,7 @@ class NcclAborter:
             torch.cuda.synchronize(self._device)
         except RuntimeError as error:  # a sticky error of the device
             raise DeviceLost(
-                f"the GPU answers with an error after communication was broken off: {str(error).splitlines()[0]}"
+                f"the GPU reports an error after communication was interrupted: {str(error).splitlines()[0]}"
             ) from error
 
 

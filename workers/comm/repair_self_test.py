@@ -52,8 +52,8 @@ class RepairSelfTest:
     def sentence(self) -> str:
         """For the user."""
         if self.passed:
-            return f"repair in place works here ({self.way}, tried in {self.seconds:.1f} s)"
-        return f"no repair in place: {self.problem}; after a failure all ranks are started again"
+            return f"repair in place works here ({self.way}, tested in {self.seconds:.1f} s)"
+        return f"no repair in place: {self.problem}; after a failure all ranks are restarted"
 
     def to_json(self) -> dict[str, Any]:
         """The event's data."""
@@ -80,7 +80,7 @@ def try_repair(
 
     def aborted(groups: ProcessGroups) -> str:
         if _sum(groups, 1.0, device) != world:
-            return "a sum was wrong before anything was broken off"
+            return "an all-reduce was wrong before anything was interrupted"
         try:
             if rank < world - 1:
                 _abort(groups, device)
@@ -91,7 +91,7 @@ def try_repair(
 
     def recreated(groups: ProcessGroups) -> str:
         right = _sum(groups, rank + 1.0, device) == world * (world + 1) / 2
-        return "" if right else "the sum over the new groups is wrong"
+        return "" if right else "the all-reduce over the new groups is wrong"
 
     problem, usable = check_new_groups(aborted, "broken-off")
     if not problem:
@@ -134,13 +134,15 @@ def _abort(groups: ProcessGroups, device: torch.device) -> None:
     waiting.start()
     waiting.join(BLOCKED_SECONDS)
     if ended and not isinstance(ended[0], PeerLost):  # a peer may have been faster, whose end is an error here
-        raise RuntimeError(f"a sum did not wait for a rank that took no part ({ended[0] or 'it returned'})")
+        raise RuntimeError(f"an all-reduce did not wait for a rank that took no part ({ended[0] or 'it returned'})")
     groups.interrupt()
     waiting.join(PATIENCE.total_seconds())
     if not ended:
-        raise _Stuck(f"a sum that was broken off still waited after {PATIENCE.total_seconds():g} s")
+        raise _Stuck(f"an all-reduce that was interrupted still waited after {PATIENCE.total_seconds():g} s")
     if not isinstance(ended[0], PeerLost):
-        raise RuntimeError(f"a sum that was broken off ended otherwise than by an error ({ended[0] or 'it returned'})")
+        raise RuntimeError(
+            f"an all-reduce that was interrupted ended otherwise than by an error ({ended[0] or 'it returned'})"
+        )
 
 
 def _announce(store: dist.Store, what: str, wanted: int) -> None:

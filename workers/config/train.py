@@ -141,13 +141,16 @@ class TrainConfig(Section):
     it keeps logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
     cross-entropy."""
     validate_every: StepsOrNever = 0
-    """Steps between validations; 0: never."""
+    """Steps between validations, of which there is one more after the last step; 0: never."""
     validation_batches: Steps = 8
     """Global batches of held-out text per validation, at most the whole held-out part."""
     batch_ramp: BatchRamp | None = None
     """Growth of the batch size at the start of the job; default: global_batch_size from the first step."""
     time_parts_every: StepsOrNever = 10
     """Steps between measurements of a step's time by phase; 0: never."""
+    log_every: StepsOrNever = 10
+    """Steps between lines in the log with loss, gradient norm, learning rate, speed and memory; the first and the last
+    step have one as well. 1: a line for each step; 0: none."""
 
     @property
     def dtype(self) -> str:

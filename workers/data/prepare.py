@@ -270,8 +270,8 @@ class _Tokenized:
     def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float) -> None:
         tokens, documents = sum(part.info.tokens for part in cached), sum(part.info.documents for part in cached)
         new = any(part.is_new for part in cached)
-        how = f"ready after {seconds:.1f} s" if new else "ready: they were made before"
-        message = f"has {tokens} tokens of {documents} documents in {files} files of {describe_corpus(self.data)} {how}"
+        count = f"{tokens:,} tokens of {documents:,} documents in {files:,} files of {describe_corpus(self.data)}"
+        message = f"tokenized {count} in {seconds:.1f} s" if new else f"found {count}, tokenized before"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
         without = sum(part.info.left_out for part in cached)
         if without and self.data.source != "chat":
@@ -279,7 +279,7 @@ class _Tokenized:
             data |= {"left_out": without}
         if self.data.source == "chat":
             cut = sum(part.row.cut for part in cached if isinstance(part.row, PackedConversations))
-            message += f"; {without} without an answer are left out, {cut} are cut at the sequence's length"
+            message += f"; {without} without an answer are left out, {cut} are truncated to the sequence length"
             data |= {"left_out": without, "cut": cut}
         self.watcher.report("data_prepared", message, data)
 

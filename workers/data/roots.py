@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manta.workers.config import DataConfig, JobSpec
+from manta.workers.data.first_rows import SOURCES, check_first_rows
 from manta.workers.data.read_errors import is_of_the_storage, is_there
 from manta.workers.data.sources import CorpusFile, check_data, corpus_files
 from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
@@ -57,6 +58,8 @@ class DataRoots:
         check_data(spec)
         for data in spec.data.corpora:
             self._check_links(file.path for file in self._files(data))
+            if data.source in SOURCES:
+                check_first_rows(data, corpus_files(data))
         if spec.model.from_ is not None:
             folder = Path(spec.model.from_)
             self._check_links([str(folder / INDEX)])
@@ -75,6 +78,22 @@ class DataRoots:
         except OSError as error:
             if not is_of_the_storage(error):
                 raise
+        return None
+
+    def problem_of_first_rows(self, spec: JobSpec) -> str | None:
+        """What is wrong with the first lines of the spec's files, in a sentence; None if nothing is, or if files are
+        not there, may not be read, or cannot be read now: all that may change until the job starts."""
+        for data in spec.data.corpora:
+            try:
+                files = corpus_files(data) if data.source in SOURCES else []
+            except (DataError, OSError):
+                return None
+            try:
+                check_first_rows(data, [file for file in files if self._holds(file.path)])
+            except DataUnreadable:
+                return None
+            except DataError as error:
+                return str(error)
         return None
 
     def _check_links(self, paths: Iterable[str]) -> None:

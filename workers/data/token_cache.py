@@ -152,7 +152,7 @@ def _wait_for(descriptor: int, folder: Path, watcher: Watcher) -> None:
         except BlockingIOError:
             if not is_reported:
                 who = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-                watcher.report("data_awaited", f"waits for the tokens in {folder}, which {who} is creating", {})
+                watcher.report("data_awaited", f"waiting for the tokens in {folder}, which {who} is creating", {})
                 is_reported = True
             watcher.alive()
             time.sleep(WAIT_SECONDS)
@@ -325,9 +325,9 @@ class _Progress:
         self._all = max(1, sum(section.bytes for shard in shards for section in shard))
         self._before = sum(result.bytes for result in done.values())
         self._began = self._reported_at = time.monotonic()
-        progress_note = f", of which {len(done)} shards are done already" if done else ""
+        progress_note = f", of which {len(done)} shards are tokenized already" if done else ""
         count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
-        message = f"tokenizes {count} ({self._all / 1e6:.1f} MB) of {self._where}{progress_note}"
+        message = f"tokenizing {count} ({self._all / 1e6:.1f} MB) of {self._where}{progress_note}"
         watcher.report("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:
@@ -341,7 +341,7 @@ class _Progress:
         rate = counts.tokens / (now - self._began)
         self._watcher.report(
             "data_progress",
-            f"tokenizes {self._where}: {share:.0%}, {rate:,.0f} tokens/s",
+            f"tokenizing {self._where}: {share:.0%}, {rate:,.0f} tokens/s",
             {"percent": round(100 * share, 1), "tokens": counts.tokens, "tokens_per_second": round(rate)},
         )
 

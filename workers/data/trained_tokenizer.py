@@ -42,7 +42,7 @@ def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig,
     with locked(path.parent, watcher):
         if not path.exists():
             began = time.monotonic()
-            message = f"trains a tokenizer of {vocabulary} tokens on {describe_corpus(data)}"
+            message = f"training a tokenizer of {vocabulary} tokens on {describe_corpus(data)}"
             watcher.report("tokenizer_training", message, {"vocabulary": vocabulary})
             order = {
                 "data": data.model_dump(mode="json"),
@@ -53,7 +53,7 @@ def trained_tokenizer(root: Path, files: Sequence[CorpusFile], data: DataConfig,
             _run(order, watcher)
             seconds = round(time.monotonic() - began, 3)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            message = f"has trained a tokenizer of {vocabulary} tokens in {seconds:.1f} s"
+            message = f"trained a tokenizer of {vocabulary} tokens in {seconds:.1f} s"
             watcher.report(
                 "tokenizer_trained", message, {"vocabulary": vocabulary, "seconds": seconds, "digest": digest}
             )

@@ -43,8 +43,8 @@ class Straggler:
     def sentence(self) -> str:
         """A sentence for people."""
         return (
-            f"rank {self.rank} holds up the others: its own work takes {self.own_seconds:.3f} s a step where its peers "
-            f"take {self.usual_seconds:.3f} s, in {self.slow_steps} of the last {WINDOW} steps"
+            f"rank {self.rank} slows the others down: its own work takes {self.own_seconds:.3f} s per step, that of "
+            f"its peers {self.usual_seconds:.3f} s, in {self.slow_steps} of the last {WINDOW} steps"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def aws_spot_notice(document: Any, now: datetime) -> Notice | None:
     at = datetime.fromisoformat(document["time"])
     action = document["action"]
     return Notice(
-        f"spot {action} {document['time']}", _seconds_until(at, now), f"AWS takes the spot instance back ({action})"
+        f"spot {action} {document['time']}", _seconds_until(at, now), f"AWS reclaims the spot instance ({action})"
     )
 
 

@@ -146,6 +146,8 @@ class LaunchOrder:
     """Folder on the rank's node in which tokens of corpora are stored. Filled in by its agent."""
     resume: Resume = Resume()
     """Where the state comes from."""
+    cause: str = ""
+    """Why the generation begins, in words; empty for a job's first one."""
     device: str = "cpu"
     """Torch device of the rank: cpu, or cuda:0 (its one visible GPU)."""
     peak_flops: float | None = None

@@ -94,6 +94,8 @@ class Started:
     pid: int
     connected_at: float | None = None
     """Unix time at which it had met the other ranks, in seconds."""
+    step: int = 0
+    """Committed step of its state."""
 
 
 @dataclass(frozen=True)

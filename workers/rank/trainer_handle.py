@@ -117,7 +117,7 @@ class TrainerHandle:
                 await asyncio.wait({resting, self._ending}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                 resting.cancel()
         if not self.at_rest:
-            await self.stop(f"was killed by its agent, since it did not come to rest within {grace + patience:.0f} s")
+            await self.stop(f"was killed by its agent: it did not stop within {grace + patience:.0f} s")
         return self.at_rest
 
     def assign_rank(self, rank: int, log: LineSink) -> None:

@@ -26,8 +26,9 @@ from manta.workers.accounting.device_peak import peak_of_rank
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.flight_recorder import capture_flight_record
 from manta.workers.comm.grid import RankGrid
+from manta.workers.config import TrainConfig
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
-from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested
+from manta.workers.errors import MantaError, NodeExhausted, PeerLost, RestRequested, failure_kind
 from manta.workers.liveness.flight_record import FlightRecord
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.stacks import answer_with_stacks
@@ -57,6 +58,7 @@ from manta.workers.system.priority import lower_priority
 from manta.workers.system.sockets import host_and_port
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
+from manta.workers.training.log_lines import LogLines
 from manta.workers.training.reporter import Reporter
 
 EXIT_FAILED, EXIT_PEER_LOST = 1, 75
@@ -137,12 +139,10 @@ class TrainerProcess:
             self._join()
             trainer = self._trainer
             assert trainer is not None
-            self.reporter.send(Started(os.getpid(), self._connected_at))
-            self._print(f"continues after step {trainer.step}")
+            self.reporter.send(Started(os.getpid(), self._connected_at, trainer.step))
             if self.order.device == "cpu":
                 lower_priority()
             trainer.train()
-            self._print(f"{'ends early, after' if trainer.ends_early else 'is done with'} step {trainer.step}")
         except PeerLost as error:
             if not (self.order.in_place or isinstance(error, RestRequested)):
                 raise
@@ -159,28 +159,30 @@ class TrainerProcess:
         if self._trainer is not None:
             self._trainer.rest()
             step = self._trainer.settled_step
-        self._print(f"rests ({self._lost_peer})")
         self.reporter.send(Resting(step, self._lost_peer))
         self.order = self._commands.next_order(self.order.generation)
 
     def _finish(self) -> int:
         """Report that the job's last step is committed, unless the process ends first."""
         assert self._trainer is not None
-        if self._trainer.ends_early:
-            self.reporter.close()
-            return EXIT_SAVED
-        self.reporter.send(Finished(self._trainer.step, self._trainer.clock.lap()))
+        early, step = self._trainer.ends_early, self._trainer.step
+        if not early:
+            self.reporter.send(Finished(step, self._trainer.clock.lap()))
         self.reporter.close()
-        return 0
+        if self.order.rank == 0:
+            how = f"stopped after step {step}; its state is saved" if early else f"finished all {step} steps"
+            print(f"generation {self.order.generation}: {how}", flush=True)
+        return EXIT_SAVED if early else 0
 
     def _fail(self, error: Exception) -> int:
         """Report the failure."""
         error = _as_exhausted(gpu.as_lost(error))
-        text = "".join(traceback.format_exception(error))
-        print(text, file=sys.stderr, flush=True)
         kind = error.failure_kind if isinstance(error, MantaError) else "exception"
         step = self._trainer.step if self._trainer is not None else self.order.resume.step
         message = " ".join(str(error).split()) or type(error).__name__
+        text = formatted(error, self.order.spec.get("model", {}).get("entrypoint"))
+        is_enough = failure_kind(kind).is_sentence or kind == "peer_lost"
+        print(f"{type(error).__name__}: {message}" if is_enough else text, file=sys.stderr, flush=True)
         self.reporter.send(Failure(kind, step + 1, type(error).__name__, message, text))
         self.reporter.close()
         return EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED
@@ -213,7 +215,6 @@ class TrainerProcess:
         process cannot be used any more after that."""
         assert self._comm is not None
         result = self._comm.try_repair(store, self.order.generation)
-        self._print(result.sentence)
         if self.order.rank == 0:
             self.reporter.event(REPAIR_SELF_TEST, self.order.resume.step, result.sentence, result.to_json())
         if not result.usable:
@@ -252,10 +253,11 @@ class TrainerProcess:
             case _:
                 self._requests.add(command)
 
-    def _print(self, what: str) -> None:
-        print(f"generation {self.order.generation}: rank {self.order.rank} {what}", flush=True)
-
     def _sink(self, messages: list[Message]) -> None:
+        """Print what people read of it before it is sent: then the agent may answer with another order."""
+        lines = log_lines_of(self.order)
+        for line in (line for message in messages for line in lines.of(message.payload)):
+            print(line, flush=True)
         self._send(reports_of(self.order, messages))
 
     def _send(self, reports: list[Report]) -> None:
@@ -314,6 +316,24 @@ def _as_exhausted(error: Exception) -> Exception:
     exhausted = NodeExhausted(f"the node gives no more threads, processes, open files or memory: {error}")
     exhausted.__cause__ = error
     return exhausted
+
+
+def formatted(error: Exception, entrypoint: str | None) -> str:
+    """The traceback of `error`. If code of the custom model at `entrypoint` was involved, only that code's frames."""
+    shown = traceback.TracebackException.from_exception(error)
+    module = sys.modules.get((entrypoint or "").partition(":")[0].partition(".")[0])
+    for folder in getattr(module, "__path__", [getattr(module, "__file__", None)]):
+        theirs = [frame for frame in shown.stack if folder is not None and frame.filename.startswith(folder)]
+        if theirs:
+            shown.stack = traceback.StackSummary.from_list(theirs)
+    return "".join(shown.format())
+
+
+def log_lines_of(order: LaunchOrder) -> LogLines:
+    """The lines of the rank that carries out `order`."""
+    train = order.spec.get("train", {})
+    every = train.get("log_every", TrainConfig.model_fields["log_every"].default)
+    return LogLines(train.get("steps", 0), every, order.rank, order.generation, order.cause)
 
 
 def build_rank(order: LaunchOrder, progress: Progress | None, reporter: Reporter) -> tuple[Comm, Trainer]:

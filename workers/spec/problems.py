@@ -18,6 +18,9 @@ from manta.workers.config import PART_OF_A_NAME, JobSpec, Section
 from manta.workers.config.fields import ACCELERATOR_TYPE, ENTRYPOINT, JOB_NAME, LABEL_KEY, LABEL_VALUE
 from manta.workers.spec.yaml import read_yaml
 
+UNKNOWN_KEY = "unknown key"
+"""The rule that a key breaks which no section has."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -35,7 +38,8 @@ class Problem:
     @property
     def sentence(self) -> str:
         """The problem as one sentence: path, rule and suggestion."""
-        tail = f" (try: {self.suggestion})" if self.suggestion else ""
+        wording = "; did you mean {}?" if self.rule == UNKNOWN_KEY else " (try: {})"
+        tail = wording.format(self.suggestion) if self.suggestion else ""
         return f"{self.path}: {self.rule}{tail}" if self.path else f"{self.rule}{tail}"
 
 
@@ -111,7 +115,7 @@ def problems_of(error: ValidationError) -> list[Problem]:
     items = error.errors(include_url=False)
     for number, item in enumerate(items):
         if len(problems) == MAX_PROBLEMS:
-            problems[""] = Problem("", f"and {len(items) - number} more problems, once these are mended")
+            problems[""] = Problem("", f"and {len(items) - number} more problems, once these are fixed")
             break
         location = [part for part in item["loc"] if part not in _UNION_MEMBERS]
         if location[:2] == ["model", "options"] and len(location) > 3:

@@ -36,7 +36,7 @@ SliceKind = Literal[
 ]
 """The kinds of slices; docs/tracing.md explains each."""
 KINDS: tuple[SliceKind, ...] = get_args(SliceKind)
-INTERRUPTED = "the recording was broken off"
+INTERRUPTED = "the recording was interrupted"
 """Problem of a recording that ends with its generation: the code that ends the generation knows why."""
 _TICK = 1e-7
 """Seconds: times are transferred as whole multiples of this."""

@@ -150,7 +150,7 @@ class RankState:
         if ranks and self.spec.checkpoint.snapshots == "auto":
             message = (
                 f"shared memory has no room for the snapshots of {ranks} of {everybody} ranks: their {total} bytes are "
-                "in the memory of the nodes' daemons, and lost with those"
+                "in the memory of the nodes' daemons, and are lost with those"
             )
             data = {"ranks": ranks, "bytes": total}
             announce(self.comm, self.reporter, "snapshots_in_node_memory", self.step, message, data)
@@ -283,7 +283,7 @@ class RankState:
 
     def _announce(self, done: RollBack, why: str) -> None:
         samples, data = named_samples(done.samples), sample_data(done.samples) | done.to_json()
-        message = f"{why}: back to step {done.back_to}, and samples {samples} are skipped"
+        message = f"{why}: rolled back to step {done.back_to}; samples {samples} are skipped"
         announce(self.comm, self.reporter, "rolled_back", done.step, message, data)
 
     def save_checkpoint(self, step: int) -> None:

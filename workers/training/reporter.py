@@ -1,5 +1,5 @@
-"""Ships a rank's reports in batches, on a thread of its own: the training thread only puts into a queue. Events that
-people read are also printed into rank 0's log."""
+"""Ships a rank's reports in batches, on a thread of its own: the training thread only puts into a queue. Those that
+people read are also lines of the job's log (`log_lines.py`)."""
 
 from __future__ import annotations
 
@@ -99,9 +99,8 @@ def _built(message: Message | _Deferred) -> Message | None:
 
 
 def announce(comm: Comm, reporter: Reporter, kind: str, step: int, message: str, data: dict[str, Any]) -> None:
-    """On rank 0, print `message` and report it as an event."""
+    """On rank 0, report `message` as an event."""
     if comm.rank == 0:
-        print(message, flush=True)
         reporter.event(kind, step, message, data)
 
 

@@ -87,9 +87,9 @@ class Validation:
         self._train = engine.spec.train
 
     def due(self, step: int) -> bool:
-        """Whether validation losses are measured after committed step `step`."""
+        """Whether validation losses are measured after committed step `step`: every few steps, and after the last."""
         every = self._train.validate_every
-        return every > 0 and step % every == 0
+        return every > 0 and (step % every == 0 or step == self._train.steps)
 
     def losses(self) -> dict[str, float]:
         """The mean loss over the validation batches of each held-out text, in nats per token, by the name of its

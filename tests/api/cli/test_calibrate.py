@@ -87,15 +87,19 @@ def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(man
     after = plan(1)
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
-    assert "what lies between them is assumed" in plan(2)["note"]
+    assert "the links between them is a default" in plan(2)["note"]
 
 
 @pytest.mark.parametrize(
     ("nodes", "gpus", "note"),
     [
         (1, 1, None),
-        (1, 2, "what its GPUs and the links inside a node reach was measured; how long they wait for one another is"),
-        (2, 1, "reach was measured; what lies between nodes, and how long they wait for one another, is assumed"),
+        (1, 2, "the links inside a node was measured; how long they wait for one another is a default"),
+        (
+            2,
+            1,
+            "inside a node was measured; that of the links between nodes, and how long they wait for one",
+        ),
     ],
 )
 def test_plan_note_says_which_gpu_links_were_measured_and_which_are_assumed(manta, file, tmp_path, nodes, gpus, note):

@@ -77,16 +77,22 @@ def test_each_command_shows_its_data_as_text_and_json(manta, job, command, expec
 
 
 def test_logs_with_a_rank_print_only_the_lines_of_that_rank(manta, job):
-    assert manta("logs", job, "--rank", 1).stdout == "[1] [hello] from 1\n"
+    assert manta("logs", job, "--rank", 1).stdout.endswith(" [1] [hello] from 1\n")
 
 
 def test_logs_and_events_are_printed_to_their_last_page(manta, service, job):
     many = [f"number {number} of many" for number in range(600)]
+    notice = "[W1126 02:22:00.5 socket.cpp:752] [c10d] The client socket has failed to connect"
     line = {"time": 2.0, "rank": 0, "generation": 1, "stream": "stdout"}
     with log_file(log_folder(service.control.home, job), 0).open("a") as file:
-        file.writelines(json.dumps({**line, "text": text}) + "\n" for text in many)
+        file.writelines(json.dumps({**line, "text": text}) + "\n" for text in (*many, notice))
     service.store.write(lambda session: [events.append(session, job, "counted", text) for text in many])
-    assert manta("logs", job).stdout.splitlines()[-600:] == [f"[0] {text}" for text in many]
+    newest = manta("logs", job)
+    assert [line.split(" [0] ")[1] for line in newest.stdout.splitlines()] == many[-200:]
+    assert "--all" in newest.stderr
+    assert [line.split("] ")[1] for line in manta("logs", job, "--all").stdout.splitlines()[-600:]] == many
+    assert manta("logs", job, "--notices", "--tail", 1).stdout.endswith(f"{notice}\n")
+    manta("logs", job, "--all", "--tail", 1, code=2)
     printed = [json.loads(line)["message"] for line in manta("events", job, "--json").stdout.splitlines()]
     assert printed[-600:] == many
 
@@ -148,7 +154,7 @@ def test_cancel_moves_a_job_to_cancelling_and_is_refused_once_it_is_final(manta,
 
 def test_waits_and_stack_commands_show_culprits_and_where_a_rank_stands(manta, job):
     lines = manta("waits", job).stdout.splitlines()
-    assert lines[0] == "the job stands still because of rank 0: it waits for nobody"
+    assert lines[0] == "the job is stuck because of rank 0: it waits for nobody"
     assert lines[-1].split() == [
         "1", "7", "2.0", "backward,", "waiting", "for", "rank", "0", "to", "send", "a", "message",
     ]  # fmt: skip
@@ -262,14 +268,14 @@ REQUESTS = {
         "GET /v1/jobs?state=FAILED,QUEUED&limit=50&search=x&label=a=b&label=c&owner=me&sort=loss&order=asc"
     ),
     "status JOB": "GET /v1/jobs/JOB",
-    "logs JOB --rank 0": "GET /v1/jobs/JOB/logs?rank=0&limit=500",
-    "logs JOB --rank 0 --follow": "GET /v1/jobs/JOB/logs?follow=true&rank=0",
+    "logs JOB --rank 0": "GET /v1/jobs/JOB/logs?rank=0&limit=500&tail=200&notices=false",
+    "logs JOB --rank 0 --follow": "GET /v1/jobs/JOB/logs?follow=true&rank=0&tail=200&notices=false",
     "logs JOB --tail 5 --stream stderr --search a --regex b+ --level error": (
-        "GET /v1/jobs/JOB/logs?limit=500&tail=5&stream=stderr&search=a&regex=b+&level=error"
+        "GET /v1/jobs/JOB/logs?limit=500&stream=stderr&search=a&regex=b+&level=error&tail=5&notices=false"
     ),
-    "logs JOB -f --tail 5": "GET /v1/jobs/JOB/logs?follow=true&tail=5",
+    "logs JOB -f --tail 5": "GET /v1/jobs/JOB/logs?follow=true&tail=5&notices=false",
     "events JOB --type a --rank 0 --generation 2": "GET /v1/jobs/JOB/events?limit=100&type=a&rank=0&generation=2",
-    "logs JOB -f": "GET /v1/jobs/JOB/logs?follow=true",
+    "logs JOB -f --all --notices": "GET /v1/jobs/JOB/logs?follow=true",
     "events JOB": "GET /v1/jobs/JOB/events?limit=100",
     "events JOB --follow": "GET /v1/jobs/JOB/events?follow=true",
     "events --type told": "GET /v1/events?type=told&limit=1000",

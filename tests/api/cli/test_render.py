@@ -146,7 +146,7 @@ def test_event_and_log_lines_show_the_place_and_leave_out_what_is_unknown():
     nowhere = {**happened, "generation": None, "rank": None, "step": None}
     assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost  it died"
     line = schemas.LogLine(time=MOMENT, rank=3, generation=2, stream="stdout", text="hello")
-    assert render.log_line(line) == "[3] hello"
+    assert render.log_line(line) == f"{when} [3] hello"
 
 
 def test_metric_table_has_columns_with_values_only():

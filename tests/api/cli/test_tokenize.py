@@ -43,7 +43,7 @@ def test_tokenize_stores_tokens_in_the_home(tokenize, tmp_path):
     count = len(plain_tokens(tmp_path / "tokenizer.json", TEXT[:20]))
     cache = Paths.of(tmp_path / "home").token_cache
     lines = tokenize("--processes", "1").splitlines()
-    assert lines[0].startswith("tokenizes 1 file (")
+    assert lines[0].startswith("tokenizing 1 file (")
     assert lines[-1] == f"{count} tokens are in {cache}"
     answer = json.loads(tokenize("--json"))
     assert (answer["tokens"], answer["cache"], len(answer["digest"])) == (count, str(cache), 64)

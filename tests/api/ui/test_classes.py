@@ -105,6 +105,18 @@ def test_metric_curves_request_new_steps_and_repeat_the_last_ones(run):
     assert asked == [often.format(0), often.format(41), seldom.format(0), often.format(42), seldom.format(49)]
 
 
+def test_validation_losses_are_also_asked_for_after_the_last_step(run):
+    def answer(*steps):
+        return {"steps": steps, "series": {"loss": [1.0] * len(steps), "validation_loss": [2.0] * len(steps)}}
+
+    asked = run("parts/curves.js", ASKED % """
+        const curves = new module.JobCurves("j", ["loss"], ["validation_loss"], 50, 60);
+        for (let turn = 0; turn < 4; turn += 1) await curves.poll();
+        return asked;
+    """, [answer(50), answer(50), answer(59), answer(60), answer(60), answer(60)])  # fmt: skip
+    assert ["every=50" in each for each in asked] == [False, True, False, False, True, False]
+
+
 def test_metric_curve_shows_the_newest_range_when_answers_arrive_out_of_order(run):
     shown = run("parts/curves.js", """async (module) => {
         const curves = new module.JobCurves("j", ["loss"]);

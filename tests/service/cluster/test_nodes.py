@@ -103,7 +103,7 @@ def test_drain_reason_is_news_once_per_reason_until_the_drain_ends(nodes):
     [
         ("", "", "", "abcd", (), None),
         ("abc", "", "", "", (), None),
-        ("abcd", "", "", "", (), "no rank can be placed: Ray has no living node with places for ranks"),
+        ("abcd", "", "", "", (), "no rank can be placed: Ray has no living node with slots for ranks"),
         ("a", "bc", "d", "", (), "no rank can be placed: of 3 nodes none has a daemon that can be reached"),
         ("abcd", "", "", "", ("a shape",), None),
     ],

@@ -125,11 +125,11 @@ def test_stages_take_nodes_of_their_own_type():
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node, of which there are 8"),
+        ({"data": 3}, "needs 12 GPUs on nodes with A100 in groups of 2 on one node; the cluster has 8"),
         ({"stage_accelerators": ("A100", "V100", "V100")}, "needs 8 GPUs on nodes with V100 in groups of 2 on one "
          "node; 4 of 8 are free"),
         ({"stage_accelerators": ("A100", "A100", "H100")}, "needs 4 GPUs on nodes with H100 in groups of 2 on one "
-         "node, of which there are 0"),
+         "node; the cluster has 0"),
     ],
 )  # fmt: skip
 def test_units_on_nodes_of_another_type_do_not_count_for_typed_stages(changed, sentence):

@@ -70,7 +70,7 @@ async def test_agent_that_was_lost_meanwhile_is_replaced(job, cluster):
     job.supervise(None)
     await job.finish(2, generation=2)
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
-    assert job.message("rank_lost") == "rank 3 has an agent that does not answer"
+    assert job.message("rank_lost") == "rank 3 was given up: its agent does not answer"
     assert cluster.nothing_held
 
 
@@ -201,7 +201,7 @@ async def test_change_of_size_that_was_cut_in_two_is_planned_again(two_replicas,
     job.supervisor.tell(Resize())
     await job.finish(4, generation=3)
     assert [cause for cause, *_ in job.generations[1:]] == [
-        "the control plane was restarted during a change of size",
+        "the control plane was restarted during a resize",
         "resized from 2 to 1 replicas",
     ]
     assert (job.row.replicas, job.row.restarts) == (1, 0)

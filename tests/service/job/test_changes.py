@@ -70,7 +70,7 @@ async def test_resize_without_room_is_reported_and_changes_nothing(two_replicas,
     await waiting()
     await job.finish()
     assert job.log == [*UP, "resize_requested", "resize_waiting", "SUCCEEDED"]
-    assert job.message("resize_waiting") == "there is no room for more than 2 replicas; it keeps waiting"
+    assert job.message("resize_waiting") == "no slots are free for more than 2 replicas; the job keeps waiting"
     assert len(job.generations) == 1
 
 
@@ -207,7 +207,7 @@ async def test_replica_on_a_drained_node_moves_with_its_state(two_replicas, tmp_
     await cluster.agents.until(lambda: len(cluster.agents.living) == 4)
     await job.finish(3)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
-    assert job.message("node_draining") == "node two is being drained within 60 s; 2 ranks are there"
+    assert job.message("node_draining") == "node two is being drained within 60 s; it runs 2 ranks of the job"
     assert job.generations[1] == ("replicas [1] moved: their nodes are being drained", "snapshot", 2)
     assert not cluster.agents.living and not cluster.groups.held
 
@@ -237,7 +237,9 @@ async def test_elastic_job_drops_the_replica_on_a_drained_node(two_replicas, tmp
     await job.finish(2)
     assert job.log == [*UP, "node_draining", *CHANGED, "SUCCEEDED"]
     assert job.generations[1] == ("continued without replicas [0]: their nodes are being drained", "memory", 1)
-    assert job.message("node_draining") == "node one is being drained within 60 s (it is sold); 2 ranks are there"
+    assert (
+        job.message("node_draining") == "node one is being drained within 60 s (it is sold); it runs 2 ranks of the job"
+    )
 
 
 async def test_job_without_room_elsewhere_stays_on_a_drained_node_and_says_so_once(two_replicas, tmp_path):
@@ -276,7 +278,7 @@ async def test_reshaped_job_is_placed_anew_when_there_is_room_for_the_larger_lay
     await job.finish(2, generation=2)
     assert len(job.ranks) == (2 if taken else 4)
     cause, _, resume_step = job.generations[1]
-    assert (cause, resume_step) == ("placed again as tensor 2 x pipeline 2 x data 1: there is room again", 1)
+    assert (cause, resume_step) == ("placed again as tensor 2 x pipeline 2 x data 1: slots are free again", 1)
     holders = cluster.agents.holders
     assert {holder.node for holder in holders} == {"one"}, "who hands out the snapshots that were left there"
     assert all(holder in cluster.agents.ended for holder in holders)
@@ -335,7 +337,7 @@ async def test_relocated_gang_avoids_failing_nodes_and_fetches_state_from_its_ol
     context.record.avoided_nodes = avoided
     before = list(context.gang.agents)
     target = resized(context.submitted, 3)
-    await carry_out(Relocate(target, "there is room again"), context, 3, {})
+    await carry_out(Relocate(target, "slots are free again"), context, 3, {})
     assert context.cluster.groups.acquired[-1] == (context.id, 4, (0, 1, 2), frozenset({"three"}))
     assert [agent.node for agent in context.gang.agents] == ["one", "two", "four"]
     assert all(agent.lost for agent in before)
@@ -359,7 +361,7 @@ async def test_gang_whose_new_places_were_taken_falls_back_to_what_is_left(conte
         raise NotPlaced("not in time")
 
     groups.refuse = others_are_faster
-    again = Relocate(resized(shapes_of(context.submitted)[0], 4), "there is room again")
+    again = Relocate(resized(shapes_of(context.submitted)[0], 4), "slots are free again")
     store.write(lambda s: setattr(jobs.get(s, context.id), "wanted_replicas", 4))
     if len(taken) == 4:
         with pytest.raises(NotPlaced):

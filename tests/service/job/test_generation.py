@@ -81,9 +81,9 @@ STOPPED = KillReason("stopped", "did not come to rest")
 @pytest.mark.parametrize(
     ("exited", "kind", "said"),
     [
-        (Exited(signal=9, memory_kills=0), "killed", "rank 1 was killed by SIGKILL, not for lack of memory"),
+        (Exited(signal=9, memory_kills=0), "killed", "rank 1 was killed (SIGKILL; not the OOM killer)"),
         (Exited(7, None), "killed", "rank 1 exited with code 7"),
-        (Exited(signal=9, killed_for=STOPPED), "peer_lost", "rank 0 lost a peer: a peer is gone"),
+        (Exited(signal=9, killed_for=STOPPED), "peer_lost", "rank 0 stopped: a peer is gone"),
     ],
 )
 async def test_killed_rank_is_blamed_unless_its_own_agent_killed_it(running, agents, exited, kind, said):
@@ -322,7 +322,7 @@ async def test_rank_that_came_to_rest_says_why_and_when(running, agents, monkeyp
     monkeypatch.setattr(generation, "CULPRIT_SECONDS", 1e6)
     agents[1].say(Resting(7, "rank 0 hung up"), at=40.0)
     await running.wait(Inbox())
-    assert (running.culprit.message, running.culprit.at) == ("lost a peer: rank 0 hung up", 40.0)
+    assert (running.culprit.message, running.culprit.at) == ("stopped: rank 0 hung up", 40.0)
     agents[0].say(Exited(signal=9))
     await running.wait_for_culprit()
     assert (running.culprit.rank, running.culprit.kind) == (0, "killed")

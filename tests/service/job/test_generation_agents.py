@@ -44,7 +44,7 @@ async def test_agent_that_does_not_answer_is_given_up(running, agents, monkeypat
     await running.wait(Inbox())
     await running.stop()
     assert [(death.rank, death.kind) for death in running.deaths] == [(1, "killed"), (0, "agent_lost")]
-    assert running.deaths[1].sentence == "rank 0 has an agent that does not answer"
+    assert running.deaths[1].sentence == "rank 0 was given up: its agent does not answer"
 
 
 async def test_rank_whose_last_report_is_being_stored_is_not_given_up(monkeypatch):

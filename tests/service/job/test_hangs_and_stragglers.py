@@ -91,14 +91,16 @@ def test_hang_watch_ends_the_rank_others_wait_for_with_evidence(watch):
     agents = [agent(waits_for=1), agent(overdue=True), agent(waits_for=0)]
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
     assert (hung.kind, hung.rank, hung.step) == ("rank_hung", 1, 12)
-    assert hung.message == "rank 1 stood still for 1.6 s in backward of micro-batch 1"
+    assert hung.message == "rank 1 made no progress for 1.6 s in backward of micro-batch 1"
     assert (hung.data["phase"], hung.data["counts"], hung.data["waiting_ranks"]) == ("backward", COUNTS, [0, 2])
     assert hung.data["stacks"] == "stacks of 100"
     assert (hung.data["rank"], hung.data["waiting"], hung.data["axis"]) == (1, 2, "data")
     assert (hung.data["step"], hung.data["micro_batch"], hung.data["committed"]) == (12, 1, 11)
     assert (hung.data["stopped"], hung.data["burning"], hung.data["standing_seconds"]) == (False, False, 1.6)
     assert hung.data["process"]["state"] == "S"
-    assert agents[1].kills == [(100, KillReason("hung", "stood still for 1.6 s in backward of micro-batch 1"), False)]
+    assert agents[1].kills == [
+        (100, KillReason("hung", "made no progress for 1.6 s in backward of micro-batch 1"), False)
+    ]
     assert not agents[0].kills + agents[2].kills
 
 
@@ -137,8 +139,8 @@ def test_hang_watch_keeps_looking_until_two_looks_in_a_row_agree(watch, overdue,
 def test_hang_watch_gives_up_a_silent_agent_that_others_wait_for(watch):
     agents = [agent(waits_for=1, overdue=True), agent(silent=True)]
     (hung,), lost = watch(agents, lambda events, lost: lost)
-    assert (hung.rank, hung.message) == (1, "rank 1 stands still, and its agent does not answer")
-    assert lost == [(1, "stands still, and its agent does not answer")]
+    assert (hung.rank, hung.message) == (1, "rank 1 makes no progress, and its agent does not answer")
+    assert lost == [(1, "makes no progress, and its agent does not answer")]
 
 
 def test_hang_watch_gives_up_an_agent_that_falls_silent_before_the_kill(watch, monkeypatch):
@@ -147,7 +149,7 @@ def test_hang_watch_gives_up_an_agent_that_falls_silent_before_the_kill(watch, m
     agents[1].kill = lambda *arguments: asyncio.Event().wait()
     (hung,), lost = watch(agents, lambda events, lost: lost)
     assert (hung.kind, hung.rank) == ("rank_hung", 1)
-    assert lost == [(1, "stands still, and its agent does not answer")]
+    assert lost == [(1, "makes no progress, and its agent does not answer")]
 
 
 @pytest.mark.parametrize("has_agent", [True, False])
@@ -207,7 +209,7 @@ def test_a_straggler_whose_agent_is_gone_keeps_no_other_from_being_replaced(watc
     other = report(Event("straggler", data={"straggler": 0}))
     watch(agents, lambda events, lost: agents[0].kills, [SLOW, other], "replace", replaced)
     assert [reason for _, reason, _ in agents[0].kills] == [
-        KillReason("straggler", "held up the others and was replaced")
+        KillReason("straggler", "slowed the other ranks down and was replaced")
     ]
     assert list(replaced) == [0], "nothing was done to the other"
 
@@ -215,7 +217,7 @@ def test_a_straggler_whose_agent_is_gone_keeps_no_other_from_being_replaced(watc
 def test_hang_of_a_large_gang_ends_all_ranks_with_evidence_of_sixteen(watch):
     agents = [agent(waits_for=(rank + 1) % 18, overdue=True) for rank in range(18)]
     (hung,), lost = watch(agents, lambda events, lost: all(each.kills for each in agents))
-    assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "the whole gang is restarted")
+    assert (hung.kind, hung.rank, hung.message.split(":")[0]) == ("gang_hung", None, "all ranks are restarted")
     assert [each["rank"] for each in hung.data["ranks"]] == list(range(16))
     assert [each["stacks"] for each in hung.data["ranks"]] == ["stacks of 100"] * 16
     assert lost == []
@@ -225,7 +227,7 @@ def test_hang_of_a_gang_gives_up_ranks_whose_agents_do_not_answer(watch):
     agents = [agent(waits_for=1, overdue=True), agent(waits_for=0, overdue=True), agent(silent=True), agent(dead=True)]
     (hung,), lost = watch(agents, lambda events, lost: agents[0].kills and agents[1].kills and lost)
     assert [each["rank"] for each in hung.data["ranks"]] == [0, 1]
-    assert lost == [(2, "stands still, and its agent does not answer")]
+    assert lost == [(2, "makes no progress, and its agent does not answer")]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +236,7 @@ def test_hang_of_a_gang_gives_up_ranks_whose_agents_do_not_answer(watch):
         (TrainerStatus(100, True, stopped=True, standing_seconds=2.0), "was stopped for 2.0 s in starting"),
         (
             TrainerStatus(100, True, standing_seconds=2.0, record=Position(100, 1, "optimizer", step=3, counts=COUNTS)),
-            "stood still for 2.0 s in optimizer",
+            "made no progress for 2.0 s in optimizer",
         ),
     ],
 )
@@ -258,7 +260,7 @@ def test_rank_waiting_for_checkpoint_storage_is_killed_as_not_saved_not_as_hung(
     waiting.status = TrainerStatus(100, True, stopped=stopped, standing_seconds=300.0, record=record)
     watch([waiting], lambda events, lost: waiting.kills)
     ((_, reason, _),) = waiting.kills
-    assert reason == KillReason(kind, f"{'was stopped' if stopped else 'stood still'} for 300.0 s in {phase}")
+    assert reason == KillReason(kind, f"{'was stopped' if stopped else 'made no progress'} for 300.0 s in {phase}")
 
 
 def test_messages_between_stages_are_of_no_axis(watch):
@@ -327,7 +329,9 @@ def test_hang_of_devices_with_agreeing_nccl_records_ends_the_whole_gang(watch, k
         agents[1].refuse("flight_record", "is of a release before")
     ((hung,), _) = watch(agents, lambda events, lost: all(agent.kills for agent in agents))
     assert hung.kind == "gang_hung"
-    assert "all that share collective 3 along world with rank 0 have come to it, and it does not end" in hung.message
+    assert (
+        "all that share collective 3 along world with rank 0 have reached it, and it does not complete" in hung.message
+    )
 
 
 @pytest.mark.parametrize(("pending", "where"), [(3, "forward of micro-batch 2"), (0, "backward of micro-batch 1")])
@@ -335,4 +339,4 @@ def test_hang_of_a_known_culprit_is_described_by_its_device_or_the_host_of_an_id
     agents = [on_device(), on_device(waits=False, pending=pending), on_device()]
     agents[1].flight = FlightRecord()
     ((hung,), _) = watch(agents, lambda events, lost: agents[1].kills)
-    assert (hung.rank, hung.message) == (1, f"rank 1 stood still for 1.6 s in {where}")
+    assert (hung.rank, hung.message) == (1, f"rank 1 made no progress for 1.6 s in {where}")

@@ -170,8 +170,8 @@ async def test_job_is_held_while_its_tokens_cannot_be_stored(two_replicas, clust
         job.ranks[0].fail("not_saved", 1, "the tokens cannot be kept in /cache (No space left on device)")
     await job.finish(generation=5)
     assert job.message("held") == (
-        "held until this is possible: the tokens cannot be kept in /cache (No space left on device). "
-        f"`manta cancel {job.id}` ends it"
+        "on hold until this is possible: the tokens cannot be kept in /cache (No space left on device). "
+        f"manta cancel {job.id} ends the job"
     )
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
@@ -187,7 +187,7 @@ async def test_job_that_a_node_cannot_serve_for_now_is_held_and_says_why(two_rep
         await job.watched(generation)
         job.ranks[0].fail(kind, 2, why)
     await job.finish(generation=5)
-    assert job.message("held") == f"held until {until}: {why}. `manta cancel {job.id}` ends it"
+    assert job.message("held") == f"on hold until {until}: {why}. manta cancel {job.id} ends the job"
     assert (job.row.state, job.log.count("held")) == ("SUCCEEDED", 1)
 
 

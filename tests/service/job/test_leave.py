@@ -44,7 +44,7 @@ async def test_paused_job_holds_only_its_snapshots_and_resumes_from_them(job, cl
     job.pause()
     await job.task
     assert (job.row.state, job.row.reason) == ("PAUSED", "paused_by_user")
-    assert job.row.message == f"paused by the user at step 2; `manta resume {job.id}` continues it"
+    assert job.row.message == f"paused by the user at step 2; manta resume {job.id} continues it"
     assert not cluster.agents.living and not cluster.groups.held
     assert job.rank_states == ["exited"] * 4
     assert all(cluster.agents.memory["one"].values())
@@ -89,7 +89,7 @@ async def test_pause_reports_steps_that_are_on_no_checkpoint(job):
     await job.task
     assert job.log == [*UP, *PAUSED]
     assert job.message("not_saved").startswith(
-        "the state of step 3 is in memory alone, the newest checkpoint is of step 2"
+        "the state of step 3 is only in memory, and the newest checkpoint is of step 2"
     )
 
 
@@ -112,7 +112,7 @@ async def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
     job.pause()
     await job.task
     assert job.message("not_saved") == (
-        "the state of step 2 is in memory alone, there is no checkpoint: what its nodes lose is done again"
+        "the state of step 2 is only in memory, and there is no checkpoint: a step whose state is lost is repeated"
     )
     (event,) = [each for each in job.events if each.type == "not_saved"]
     assert (event.step, event.data) == (2, {"step": 2, "saved": None})
@@ -128,7 +128,7 @@ async def test_pause_without_a_checkpoint_says_that_all_steps_may_be_lost(job):
 )
 def test_pause_without_snapshots_says_that_the_unsaved_state_is_lost(saved, newest, again):
     said = leave._not_saved(9, saved, has_snapshots=False)
-    assert said == f"the state of step 9 is lost, as checkpoint.snapshots is off: {newest}, and {again} done again"
+    assert said == f"the state of step 9 is lost, as checkpoint.snapshots is off: {newest}, and {again} repeated"
 
 
 async def test_pause_with_an_unreadable_checkpoint_folder_still_frees_the_places(job, cluster):
@@ -152,7 +152,9 @@ async def test_pause_does_not_count_an_unfinished_checkpoint_as_saved(job):
     job.supervisor._job.folder_reader.list = silent
     job.pause()
     await job.task
-    assert job.message("not_saved").endswith("the newest checkpoint is of step 1: what its nodes lose is done again")
+    assert job.message("not_saved").endswith(
+        "the newest checkpoint is of step 1: a step whose state is lost is repeated"
+    )
 
 
 @pytest.mark.parametrize("died", ["rank", "agent"])
@@ -335,10 +337,8 @@ async def test_time_that_is_up_ends_the_job_with_its_state_and_a_retry_has_as_lo
     await job.finish()
     assert job.log[:7] == [*UP, "adopted", "FAILED", "memory_kept"]
     (said,) = [event.message for event in job.events if event.data and event.data.get("reason") == "max_duration"]
-    assert said.endswith(
-        f"has taken the 1000 s that max_duration allows; `manta retry {job.id}` gives it as long again"
-    )
-    assert job.generations[1] == ("tried again by the user", "snapshot", 2)
+    assert said.endswith(f"ran for the 1000 s that max_duration allows; manta retry {job.id} allows as long again")
+    assert job.generations[1] == ("retried by the user", "snapshot", 2)
     assert job.row.state == "SUCCEEDED"
 
 

@@ -16,7 +16,7 @@ from tests.service.support.waiting import reached
 
 NOTICED = ["node_draining", "node_draining"]
 LEFT = ["RESIZING", "QUEUED"]
-CAUSE = "placed again: the nodes that it was on were being drained"
+CAUSE = "placed on other nodes: its nodes were being drained"
 SOON, LATER = SPARE_SECONDS + 0.3, 3600.0
 
 
@@ -74,7 +74,7 @@ async def test_drained_job_saves_its_state_and_resumes_where_there_is_room(job, 
     drain(job, 10.0)
     await job.task
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-    assert job.row.message == "its nodes are being drained and there is no room elsewhere; it continues when there is"
+    assert job.row.message == "its nodes are being drained and no other slots are free; it continues once some are"
     assert not cluster.agents.living and not cluster.groups.held
     assert job.rank_states == ["exited"] * 4
     assert all(all(memory.values()) for memory in cluster.agents.memory.values())
@@ -109,7 +109,7 @@ async def test_drained_job_waits_for_room_while_there_is_time_to_save(job, clust
     await job.task
     assert job.row.state == "QUEUED"
     said = job.message("drain_waiting")
-    assert said.startswith("there is no room elsewhere; it stays until there is, or for 35")
+    assert said.startswith("no other slots are free; the job stays until some are, or for 35")
     assert said.endswith(" s; then it saves its state and waits in the queue")
     assert job.log == [*UP, *NOTICED, "drain_waiting", "RESIZING", "not_saved", "QUEUED"]
 
@@ -120,8 +120,8 @@ async def test_job_stays_on_a_drained_node_without_a_deadline(job, cluster):
     await reached(lambda: "drain_waiting" in job.log)
     await job.finish()
     assert job.log == [*UP, *NOTICED, "drain_waiting", "SUCCEEDED"]
-    assert job.message("node_draining") == "node two is being drained; 2 ranks are there"
-    assert job.message("drain_waiting") == "there is no room elsewhere; it stays until there is, or until the end"
+    assert job.message("node_draining") == "node two is being drained; it runs 2 ranks of the job"
+    assert job.message("drain_waiting") == "no other slots are free; the job stays until some are, or until the end"
 
 
 async def test_job_ignores_the_deadline_of_a_node_it_does_not_use(job, cluster):
@@ -157,7 +157,7 @@ async def test_drained_job_moves_elsewhere_if_it_can_be_ready_in_time(two_replic
     await job.task
     assert not cluster.groups.held and not cluster.agents.living, "nothing is left of who was to take over"
     assert (job.row.state, job.row.reason) == ("QUEUED", "nodes_to_be_left")
-    assert job.row.message == "its nodes go away sooner than it could move; it continues elsewhere"
+    assert job.row.message == "its nodes shut down before it can move; it continues on others"
 
 
 async def test_drained_job_recovers_a_rank_that_dies_while_saving_and_saves_again(job, cluster):

@@ -105,7 +105,7 @@ def test_generation_after_a_failure_records_its_resume_point_and_cause(record):
     assert (recovery.source, recovery.resume_step, recovery.wait_seconds) == ("checkpoint", 5, 0.5)
     (began,) = events_of(record, "generation_started")
     assert (began.generation, began.step) == (number, 5)
-    assert began.message == "generation 1 resumes at step 5 from /c/5: died"
+    assert began.message == "generation 1 continues after step 5 from /c/5: died"
     assert began.data == {"resume_source": "checkpoint", "resume_step": 5}
 
 
@@ -115,7 +115,7 @@ def test_generation_without_a_restart_has_no_recovery(record):
         assert jobs.get(session, record.id).restarts == 0
         assert recoveries.of_job(session, record.id) == []
     (began,) = events_of(record, "generation_started")
-    assert began.message == "generation 1 begins at step 0: test", "which is no resuming"
+    assert began.message == "generation 1 starts at step 1: test", "which is no resuming"
 
 
 @pytest.mark.parametrize(("actors", "kept"), [(("a", "b"), True), (("a", "c"), False)])
@@ -140,7 +140,7 @@ def test_launch_event_says_which_processes_were_kept_or_started(record):
     assert [pid for _, pid, _ in ranks_of(record)] == [300, 301, 302]
     (entry,) = events_of(record, "ranks_replaced")
     assert (entry.generation, entry.data) == (number, {"kept": [0, 2], "started": [1]})
-    assert entry.message == "generation 1 continues with 2 of 3 processes"
+    assert entry.message == "generation 1 keeps the processes of 2 of 3 ranks"
 
 
 def test_launch_that_kept_no_process_adds_no_replacement_event(record):
@@ -183,7 +183,7 @@ def test_job_is_paused_unless_cancelled_meanwhile(record, cancelled):
     assert ranks_of(record) == [("a", None, "exited")]
     if not cancelled:
         assert job.reason == "paused_by_user"
-        assert job.message == f"paused by the user at step 7; `manta resume {record.id}` continues it"
+        assert job.message == f"paused by the user at step 7; manta resume {record.id} continues it"
 
 
 @pytest.mark.parametrize("until", [None, 86400.0])

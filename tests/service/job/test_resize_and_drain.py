@@ -297,7 +297,7 @@ async def test_reshaped_job_does_not_grow_while_others_wait(planned, submit, sto
         assert await planner.plan(running) is None
         store.write(lambda s: jobs.request_cancel(s, waiting.id))
         change = await planner.plan(running)
-        assert isinstance(change, Relocate) and change.why == "there is room again"
+        assert isinstance(change, Relocate) and change.why == "slots are free again"
         assert (change.target.layout.tensor, change.target.layout.pipeline) == (2, 2)
 
 

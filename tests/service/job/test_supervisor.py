@@ -55,7 +55,7 @@ async def test_killed_rank_gets_a_new_process_and_the_others_keep_theirs(job, cl
     assert job.log == [*UP, "RECOVERING", "rank_lost", *AGAIN, "SUCCEEDED"]
     ((_, *first), (cause, *second)) = job.generations
     assert (first, second) == (["start", 0], ["snapshot", 3])
-    assert cause.startswith("rank 1 was killed by SIGKILL")
+    assert cause.startswith("rank 1 was killed (SIGKILL")
     assert job.recoveries == [(2, "killed", "memory and snapshot", 3)]
     assert (job.row.restarts, job.row.step) == (1, 10)
     assert cluster.nothing_held
@@ -119,7 +119,7 @@ async def test_replica_on_a_lost_node_continues_elsewhere_with_its_peers_state(t
     assert sorted(job.log[4:7]) == ["RECOVERING", "node_lost", "rank_lost"]
     assert job.log[7:] == [*AGAIN, "SUCCEEDED"]
     assert job.recoveries == [(2, "agent_lost", "memory and peer", 1)]
-    assert job.message("node_lost") == "node two is lost (it does not answer), and with it 2 of 4 ranks"
+    assert job.message("node_lost") == "node two was lost (it does not answer), and with it 2 of 4 ranks"
     assert cluster.nothing_held
 
 

@@ -51,7 +51,7 @@ async def test_launch_that_always_fails_fails_the_job(two_replicas, cluster):
     await job.task
     assert job.log == ["STARTING", "RECOVERING", "rank_lost", "rank_lost", "held_back", "rank_lost", "FAILED"]
     assert (job.row.reason, job.row.restarts) == ("restarts_exhausted", 0)
-    assert job.row.message.startswith("could not be launched 3 times in a row; last: rank 0")
+    assert job.row.message.startswith("could not be launched 3 times in a row; last failure: rank 0")
     assert cluster.nothing_held
 
 
@@ -123,7 +123,7 @@ async def test_failed_job_is_retried_from_its_last_step_with_a_new_restart_budge
     await job.finish(5, generation=4)
     assert job.row.state == "SUCCEEDED"
     assert [each[1:] for each in job.generations] == [("start", 0), ("snapshot", 1), ("snapshot", 2), ("snapshot", 3)]
-    assert job.generations[2][0] == "tried again by the user"
+    assert job.generations[2][0] == "retried by the user"
     assert job.row.restarts == 2, "a try that the user asks for is no restart"
     assert cluster.nothing_held
 
@@ -151,13 +151,13 @@ async def test_exception_recurring_at_one_step_fails_the_job_as_user_error(job):
     assert "no such column" in job.row.message
 
 
-@pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "not_finite", "spike"])
+@pytest.mark.parametrize("kind", ["no_shared_memory", "bad_data", "bad_model", "not_finite", "spike"])
 async def test_failure_that_no_restart_cures_fails_the_job_at_once(job, kind):
     await job.train()
     job.ranks[0].fail(kind, 1, "one clear sentence")
     await job.task
-    assert job.log == [*LAUNCHED, "RECOVERING", "rank_lost", "FAILED"]
-    assert (job.row.reason, job.row.message) == (kind, "one clear sentence")
+    assert job.log == [*LAUNCHED, "FAILED"]
+    assert (job.row.reason, job.row.message, job.row.restarts) == (kind, "one clear sentence", 0)
 
 
 async def test_job_cancelled_while_waiting_for_places_leaves_nothing_behind(job, cluster):

@@ -68,7 +68,7 @@ async def test_trace_that_has_not_begun_moves_to_the_next_generation(job, cluste
     await until(job, lambda: len(job.ranks[0].traces) == 3)
     assert job.ranks[0].traces[-1] == TraceOrder(second, 2, 1, 7)
     assert states(job) == ["failed", "requested"]
-    assert "rank 1 was killed by SIGKILL" in job.message("trace_failed")
+    assert "rank 1 was killed (SIGKILL" in job.message("trace_failed")
 
 
 async def test_trace_order_is_repeated_until_a_starting_rank_takes_it(job, cluster):

@@ -50,7 +50,7 @@ def test_validation_takes_the_time_of_its_forward_passes():
     (stage,) = model.pipeline().times
     assert validation_seconds(model) == pytest.approx(5 * spec.micro_batches * stage.forward)
     times = beside_steps(model, model.time())
-    assert (times.validations, times.validation) == (3, pytest.approx(3 * validation_seconds(model)))
+    assert (times.validations, times.validation) == (4, pytest.approx(4 * validation_seconds(model)))
 
 
 def test_validation_in_a_pipeline_takes_its_slowest_stage_and_replica():

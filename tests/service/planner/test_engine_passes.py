@@ -31,7 +31,7 @@ NO_TRAFFIC |= {"split", "alias", "detach", "as_strided", "_reshape_alias", "empt
 COUNTED_APART = {"mm", "addmm", "addmm_", "_scaled_dot_product_flash_attention_for_cpu", "copy_", "add_"}
 COUNTED_APART |= {"_scaled_dot_product_flash_attention_for_cpu_backward", "_fused_adamw_", "_foreach_mul_"}
 COUNTED_APART |= {"linalg_vector_norm", "cat"}
-"""Products, attention, sums of gradients, the update."""
+"""Products, attention, gradient reductions, the update."""
 LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 2), 256, 256, 8
 
 

@@ -321,7 +321,7 @@ def test_plan_for_unequal_nodes_places_each_stage_and_answers_for_all_of_them():
     steps = train["steps"] * best.time.seconds
     assert answer["plans"][0]["hours"] == pytest.approx((steps + beside.seconds) / 3600)
     assert beside.seconds > 0.001 * steps
-    assert answer["note"].startswith("H100: what this machine reaches")
+    assert answer["note"].startswith("H100: estimates use")
     fixed = read(
         cluster={"groups": groups}, model=model, parallel={"tensor": 1, "data": 4}, elastic={"min_data": 1}, sizes=True
     )

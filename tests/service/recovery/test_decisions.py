@@ -108,7 +108,7 @@ def test_culprit_is_the_first_death_that_is_no_consequence(gang_deaths):
 
 def test_sentence_of_a_rank_whose_message_is_one_is_read_as_such():
     damaged = Death(1, "bad_checkpoint", 1, "DamagedCheckpoint", "the snapshot file /f is damaged at byte 9")
-    assert damaged.sentence == "rank 1 ended: the snapshot file /f is damaged at byte 9"
+    assert damaged.sentence == "rank 1 failed: the snapshot file /f is damaged at byte 9"
 
 
 def died(**changes):
@@ -159,14 +159,14 @@ def test_restart_budget_refills_over_time():
     assert isinstance(judge(KILLED, [old, old, new], 2, 50.0), Restart)
     decision = judge(KILLED, [old, new, new], 2, 50.0)
     assert decision == GiveUp(
-        "restarts_exhausted", "restarted 2 times in 50 s (2 killed); last: rank 1 was killed by SIGKILL"
+        "restarts_exhausted", "restarted 2 times in 50 s (2 killed); last failure: rank 1 was killed by SIGKILL"
     )
 
 
 def test_give_up_message_names_restarts_and_the_last_failure():
-    assert judge(KILLED, [], 0, 50.0).message == "restarted 0 times; last: rank 1 was killed by SIGKILL"
-    assert judge(KILLED, [failure(KILLED)], 1).message.startswith("restarted 1 times (1 killed); last: ")
-    assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last: rank 2 failed at step 7\nT"
+    assert judge(KILLED, [], 0, 50.0).message == "restarted 0 times; last failure: rank 1 was killed by SIGKILL"
+    assert judge(KILLED, [failure(KILLED)], 1).message.startswith("restarted 1 times (1 killed); last failure: ")
+    assert judge(died(kind="hung"), [], 0).message == "restarted 0 times; last failure: rank 2 failed at step 7\nT"
 
 
 @pytest.mark.parametrize("kind", [UNREADABLE, "unreadable_data", "node_exhausted"])
@@ -199,20 +199,20 @@ def test_failure_time_is_what_the_agent_saw_but_never_in_the_future():
 
 
 def test_failure_that_no_restart_cures_is_given_up_with_its_own_message():
-    for kind in ("no_shared_memory", "bad_data", "not_finite", "spike"):
+    for kind in ("no_shared_memory", "bad_data", "bad_model", "not_finite", "spike"):
         assert judge(died(kind=kind, message="why")) == GiveUp(kind, "why")
 
 
 def test_process_exit_is_described_in_words():
-    assert describe_exit(None, 9).startswith("was killed by SIGKILL; unless a user sent it")
-    assert describe_exit(None, 9, 0) == "was killed by SIGKILL, not for lack of memory"
+    assert describe_exit(None, 9).startswith("was killed (SIGKILL: out of memory, unless a user sent the signal")
+    assert describe_exit(None, 9, 0) == "was killed (SIGKILL; not the OOM killer)"
     assert describe_exit(None, 9, 1).endswith(
-        "SIGKILL; since it began the kernel has killed a process of its machine for lack of memory"
+        "SIGKILL: out of memory; the OOM killer has ended a process of its machine since it started)"
     )
-    assert "has killed 3 processes of" in describe_exit(None, 9, 3)
-    assert describe_exit(None, 11, 3) == "was killed by SIGSEGV"
-    assert describe_exit(None, 7).startswith("was killed by SIGBUS; its memory is in a file, of weights or in /dev/shm")
-    assert describe_exit(None, 250) == "was killed by signal 250"
+    assert "has ended 3 processes of" in describe_exit(None, 9, 3)
+    assert describe_exit(None, 11, 3) == "was killed (SIGSEGV)"
+    assert describe_exit(None, 7).startswith("was killed (SIGBUS: a file that it maps, of weights or in /dev/shm")
+    assert describe_exit(None, 250) == "was killed (signal 250)"
     assert describe_exit(3, None) == "exited with code 3"
     assert describe_exit(None, None) == "is gone"
 
@@ -285,7 +285,7 @@ def test_resume_takes_the_newest_state_of_other_layouts():
 def test_job_is_given_up_after_more_failed_launches_than_restarts():
     """They have no rows: the history says nothing of them."""
     launched, failed = (decide(KILLED, failure(KILLED), [], 3, 0.0, failed_launches=count) for count in (3, 4))
-    message = "could not be launched 4 times in a row; last: rank 1 was killed by SIGKILL"
+    message = "could not be launched 4 times in a row; last failure: rank 1 was killed by SIGKILL"
     assert launched == Restart("rank 1 was killed by SIGKILL")
     assert failed == GiveUp("restarts_exhausted", message)
 
@@ -405,7 +405,7 @@ def test_fault_history_is_read_from_the_generations():
 @pytest.mark.parametrize(("cause", "kinds"), [
     ("machine", "killed hung straggler stopped agent_lost peer_lost no_shared_memory corrupt device_lost "
                 "unreadable_data node_exhausted"),
-    ("user", "exception bad_data not_finite spike"),
+    ("user", "exception bad_data bad_model not_finite spike"),
     ("checkpoint", "bad_checkpoint unreadable_checkpoint not_saved"),
 ])  # fmt: skip
 def test_fault_kinds_all_have_a_cause(cause, kinds):

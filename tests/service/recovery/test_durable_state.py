@@ -46,9 +46,7 @@ def test_durable_state_counts_whole_and_unreadable_checkpoints(steps, data):
 def test_durable_state_of_a_missing_folder_is_unknown():
     state = durable_state(Listing(FOLDER, exists=False), [row(10), row(5, 2)])
     assert [step for step, _ in state.checkpoints] == [10, 5], "in the order of their making"
-    with pytest.raises(
-        CheckpointsUnreadable, match=r"step 5, .*: the folder /c is not there\. .* `manta cancel job_1`"
-    ):
+    with pytest.raises(CheckpointsUnreadable, match=r"step 5, .*: the folder /c is not there\. .* manta cancel job_1"):
         state.refuse_unknown("job_1", Resume("checkpoint", 5, path_of(5, 2)))
     state.refuse_unknown("job_1", Resume("snapshot", 5))
     assert durable_state(Listing(FOLDER, exists=False), []).checkpoints == ()

@@ -182,7 +182,7 @@ def test_hang_search_visits_each_group_once():
 
 @pytest.mark.parametrize(("views", "why"), [
     ([late(0, 1), late(1)], "others wait for it, and it waits for no rank"),
-    ([late(0), RankView(1)], "it stands still and waits for no rank"),
+    ([late(0), RankView(1)], "it makes no progress and waits for no rank"),
     ([late(0, 1, stopped=True), RankView(1)], "its process is stopped"),
     ([late(0, 1), RankView(1, answered=False)], "others wait for it, and its agent does not answer"),
     ([*map(late, range(9)), late(9, step=8)],

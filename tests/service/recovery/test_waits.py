@@ -39,7 +39,7 @@ def test_waits_name_the_stalled_rank_that_the_others_wait_for():
         at("data", 1, DATA),
     )
     assert waits.culprits == (0,)
-    assert waits.sentence == ("the job stands still because of rank 0: others wait for it, and it waits for no rank")
+    assert waits.sentence == ("the job is stuck because of rank 0: others wait for it, and it waits for no rank")
     first, second, third = waits.ranks
     assert (first.phase, first.doing, first.since_seconds) == ("forward", "forward of micro-batch 3", 9.0)
     assert (first.waits_for, first.step, second.waits_for, third.waits_for) == ((), 7, (0,), (1,))
@@ -52,7 +52,7 @@ def test_waits_of_a_running_job_name_whom_most_ranks_wait_for():
     assert waits.sentence == "3 of 4 ranks wait, in the end for rank 0, which is in optimizer"
     split = seen(at("data"), at("agreement", 0, DATA), at("agreement", 0, DATA), at("data"), at("data", 3, DATA))
     assert split.sentence == "3 of 5 ranks wait, most of them in the end for rank 0, which is in data"
-    assert seen(at(), at()).sentence == "no rank waits for another one at this moment"
+    assert seen(at(), at()).sentence == "no rank is waiting for another one"
     assert "1 of 2 ranks waits, " in seen(at(), at("data", 0, DATA)).sentence
     assert "for each other" in seen(at("agreement", 1, DATA), at("agreement", 0, DATA)).sentence
 
@@ -62,7 +62,7 @@ def test_waits_name_no_culprit_if_it_may_continue_or_all_wait_for_each_other():
     assert (waits.culprits, waits.sentence.endswith("; rank 0 may still continue")) == ((), True)
     waits = seen(at("agreement", 1, DATA, overdue=True), at("agreement", 0, DATA, overdue=True))
     assert waits.culprits == ()
-    assert waits.sentence.startswith("the job stands still because of no rank in particular: ")
+    assert waits.sentence.startswith("the job is stuck because of no rank in particular: ")
 
 
 def test_waits_describe_silent_agents_and_missing_trainers():

@@ -29,7 +29,7 @@ def test_queued_job_requests_nodes_from_the_autoscaler_and_says_so(store, submit
     stored = job_now(store, job)
     assert stored.reason == "insufficient_slots"
     assert stored.message == (
-        "needs 6 slots in groups of 2 on one node, of which there are 0; nodes for 6 of them are requested: "
+        "needs 6 slots in groups of 2 on one node; the cluster has 0; nodes for 6 of them are requested: "
         "the autoscaler can have 2 small of 4 slots"
     )
 
@@ -71,7 +71,7 @@ def test_queued_job_without_room_to_grow_requests_nothing(store, submit, look, g
     growing.nodes.used["first"] = 4
     job = submit(parallel={"data": 8}, train=LARGE)
     assert look() == [] and asked(growing) == []
-    assert "jobs that run take too much of what can be added" in job_now(store, job).message
+    assert "running jobs use too much of what can be added" in job_now(store, job).message
 
 
 def test_elastic_job_asks_for_as_much_as_there_could_be(submit, look, growing):

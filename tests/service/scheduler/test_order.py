@@ -56,7 +56,7 @@ def test_queued_job_says_what_is_wrong_with_nodes(store, submit, look, cluster):
     job = submit()
     assert look() == []
     message = job_now(store, job).message
-    assert "of which there are 0; node " in message and "has no Manta" in message
+    assert "the cluster has 0; node " in message and "has no Manta" in message
     if len(cluster.nodes.slots) > 1:
         assert f"(and {len(cluster.nodes.slots) - 1} more nodes with problems)" in message
 
@@ -100,7 +100,7 @@ def test_job_that_never_fits_reports_its_shortage_unchanged(store, submit, look,
         has(nodes, 8, free=unused)
         assert look() == []
         said = job_now(store, job)
-        assert said.message == "needs 12 slots, of which there are 8"
+        assert said.message == "needs 12 slots; the cluster has 8"
         assert said.waiting_for == {"unit": "slots", "needed": 12, "available": 8}
 
 
@@ -234,9 +234,9 @@ def test_queued_gpu_job_that_never_fits_is_told_if_slots_would_do(store, submit,
     neither = submit(parallel={"data": 12}, train=LARGE, resources=resources)
     assert look() == []
     advice = "; with resources.accelerator: cpu it would take slots, of which there are enough"
-    lacks = "needs 4 GPUs in groups of 2 on one node, of which there are 2"
+    lacks = "needs 4 GPUs in groups of 2 on one node; the cluster has 2"
     assert job_now(store, slots_would_do).message == f"{lacks}{advice}"
-    assert job_now(store, neither).message == "needs 12 GPUs, of which there are 3"
+    assert job_now(store, neither).message == "needs 12 GPUs; the cluster has 3"
 
 
 def test_queued_gpu_job_blocks_later_gpu_jobs_but_no_cpu_job(store, submit, look, nodes):
@@ -325,7 +325,7 @@ def test_job_that_waits_says_that_nodes_are_to_be_left(store, submit, look, clus
     nodes.drain("node", 60.0)
     assert look() == []
     assert job_now(store, job).message == (
-        "needs 2 slots in groups of 2 on one node, of which there are 0; a node that is being drained takes no job"
+        "needs 2 slots in groups of 2 on one node; the cluster has 0; a node that is being drained takes no job"
     )
 
 

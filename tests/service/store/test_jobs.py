@@ -121,7 +121,7 @@ def test_cancel_ends_a_queued_job_at_once_and_asks_a_started_one(store, submit, 
     queued = submit()
     assert store.write(lambda session: jobs.request_cancel(session, queued.id)).state == "CANCELLED"
     assert store.write(lambda session: jobs.request_cancel(session, started.id)).state == "CANCELLING"
-    with pytest.raises(IllegalTransition, match="is CANCELLED: it is over, and there is nothing to cancel"):
+    with pytest.raises(IllegalTransition, match="is CANCELLED: it has ended, and there is nothing to cancel"):
         store.write(lambda session: jobs.request_cancel(session, queued.id))
 
 

@@ -26,10 +26,10 @@ def test_a_job_in_the_queue_is_paused_at_once_and_goes_back_there(store, submit)
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "RECOVERING", "RESIZING"])
 def test_pause_of_a_placed_job_makes_it_pausing_with_one_event(store, started, state):
     move(store, started, *{"STARTING": [], "RESIZING": ["RUNNING", "RESIZING"]}.get(state, [state]))
-    saves = f"its state is being saved, for which `manta cancel {started.id}` does not wait"
+    saves = f"its state is being saved (manta cancel {started.id} does not wait for that)"
     for _ in range(2):
         pausing = store.write(lambda s: pauses_and_retries.request_pause(s, started.id))
-        assert (pausing.state, pausing.message) == ("PAUSING", f"paused by the user: {saves}")
+        assert (pausing.state, pausing.message) == ("PAUSING", f"paused by the user; {saves}")
     with store.read() as session:
         said = [event.data["to"] for event in events.page(session, started.id).items if event.type == "state_changed"]
     assert said.count("PAUSING") == 1
@@ -111,7 +111,7 @@ def test_retry_is_dated_between_two_generations_even_if_the_clock_is_wrong(store
     store.write(lambda s: pauses_and_retries.request_retry(s, failed.id))
     real = time.time
     monkeypatch.setattr(generations, "time", SimpleNamespace(time=lambda: real() + ahead))
-    store.write(lambda s: generations.begin(s, failed.id, "tried again by the user", False))
+    store.write(lambda s: generations.begin(s, failed.id, "retried by the user", False))
     before, after = store.query(generations.of_job, failed.id)
     assert before.started_at <= row(store, failed).retried_at < after.started_at
 

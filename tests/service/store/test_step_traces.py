@@ -90,7 +90,7 @@ def test_interrupted_trace_stays_open_until_the_cause_is_known(store, training):
     store.write(lambda s: step_traces.interrupt(s, training, "rank 1 was killed"))
     over = row(store, training, number)
     assert over.state == "partial"
-    assert over.message == "the recording was broken off: rank 1 was killed; rank 1 left nothing of it"
+    assert over.message == "the recording was interrupted: rank 1 was killed; there is no recording of rank 1"
     assert row(store, training, waiting).state == "requested", "the next generation may record it"
 
 
@@ -109,7 +109,7 @@ def test_the_end_of_a_job_ends_its_traces(store, training, states, waiting, why)
     for state in states:
         store.write(lambda s, to=state: jobs.transition(s, training, JobState(to)))
     over = row(store, training, number)
-    assert (over.state, over.message) == ("failed", f"the recording was broken off: {why}")
+    assert (over.state, over.message) == ("failed", f"the recording was interrupted: {why}")
     other = row(store, training, later)
     assert (other.state, other.message) == (waiting, f"it did not begin: {why}" if waiting == "failed" else None)
 

@@ -363,13 +363,15 @@ def test_events_of_a_save_have_its_folder_and_its_size(trainer, monkeypatch):
     save(trainer, 1)
     ((path, manifest),) = complete_checkpoints(trainer.state.checkpoints.folder)
     assert noted == [
-        ("checkpoint_saving", 1, "saving checkpoint of step 1", {"path": str(path)}),
-        ("checkpoint_saved", 1, "checkpoint of step 1 is complete", {"path": str(path), "bytes": manifest.bytes}),
+        ("checkpoint_saving", 1, "saving the checkpoint of step 1", {"path": str(path)}),
+        ("checkpoint_saved", 1, "saved the checkpoint of step 1", {"path": str(path), "bytes": manifest.bytes}),
     ]
     assert manifest.bytes == sum(file.stat().st_size for file in path.iterdir() if file.name != "manifest.json")
     noted.clear()
     trainer.state.checkpoints.undo_after(0)
-    assert noted == [("checkpoint_deleted", 0, f"deleted {path.name}, which was undone", {"path": str(path)})]
+    assert noted == [
+        ("checkpoint_deleted", 0, f"deleted checkpoint {path.name}, whose steps were rolled back", {"path": str(path)})
+    ]
     assert steps_on_disk(trainer) == []
 
 
@@ -397,7 +399,10 @@ def test_a_save_that_failed_leaves_nothing_that_would_keep_a_full_disk_full(trai
         assert list(Path(trainer.state.checkpoints.folder).iterdir()) == []
         save(trainer, trainer.spec.train.steps)
     failed = [message for kind, message in noted if kind == "checkpoint_failed"]
-    assert [message.rpartition("; ")[2] for message in failed] == ["training continues", "the job is not done"]
+    assert [message.rpartition("; ")[2] for message in failed] == [
+        "training continues",
+        "the job cannot finish without it",
+    ]
 
 
 def test_whole_save_removes_earlier_ones_that_failed_or_were_interrupted(trainer):

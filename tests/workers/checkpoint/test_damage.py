@@ -316,7 +316,10 @@ def test_save_that_fails_on_one_rank_leaves_no_checkpoint(ranks, corpus, tmp_pat
     assert [kind for kind, _ in first] == [
         "checkpoint_saving", "checkpoint_failed", "checkpoint_saving", "checkpoint_saved"
     ]  # fmt: skip
-    assert "checkpoint of step 1 failed: rank 3: OSError: [Errno 28] No space left on device" in first[1][1]
+    assert (
+        "the checkpoint of step 1 could not be saved: rank 3: OSError: [Errno 28] No space left on device"
+        in first[1][1]
+    )
     assert others == [[]] * 3
     ((path, manifest),) = complete_checkpoints(tmp_path)
     assert manifest.step == 2

@@ -63,7 +63,7 @@ def test_save_that_is_due_during_another_is_made_at_the_first_step_after_it(trai
     train(trainer, 6)
     delayed = [(step, message) for kind, step, message in noted if kind == "checkpoint_delayed"]
     assert [step for step, _ in delayed] == [4], "step 6 is due too, and nothing new happens"
-    assert delayed[0][1].startswith("the checkpoint due at step 4 waits: that of step 2 has been under way for ")
+    assert delayed[0][1].startswith("the checkpoint due at step 4 waits: that of step 2 has been saving for ")
     store.set()
     assert saved(trainer) == [2]
     train(trainer, 1)

@@ -1,4 +1,4 @@
-"""A wait that nothing ends is left when communication was broken off, and one that ends is not held up."""
+"""A wait that nothing ends is left when communication was interrupted, and one that ends is not held up."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def undisturbed(monkeypatch):
 def test_endless_collective_is_abandoned_and_known_to_go_on(waits):
     endless = Endless()
     waits.started(endless, respects_timeouts=True)
-    with pytest.raises(PeerLost, match="broken off"):
+    with pytest.raises(PeerLost, match="interrupted"):
         waits.wait_in_slices(endless)
     assert endless.turns == 3
     assert not waits.end()
@@ -81,7 +81,7 @@ def test_endless_collective_is_abandoned_and_known_to_go_on(waits):
 
 def test_gloo_message_without_end_is_left_to_its_waiting_thread(waits):
     endless = Endless()
-    with pytest.raises(PeerLost, match="broken off"):
+    with pytest.raises(PeerLost, match="interrupted"):
         waits.by_thread(endless)
     assert waits.end(), "no thread of gloo's is in it"
     endless.released.set()
@@ -90,7 +90,7 @@ def test_gloo_message_without_end_is_left_to_its_waiting_thread(waits):
 def test_gloo_work_that_ignores_timeouts_is_left_running_and_known_to(waits):
     scatter = Endless()
     waits.started(scatter, respects_timeouts=False)
-    with pytest.raises(PeerLost, match="broken off"):
+    with pytest.raises(PeerLost, match="interrupted"):
         waits.by_thread(scatter)
     assert not waits.end() and scatter.turns == 0
     scatter.released.set()

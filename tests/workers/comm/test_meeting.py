@@ -306,7 +306,7 @@ def test_rank_that_gives_up_a_meeting_disconnects_from_those_it_met():
 
     gave_up, lost = run_threads(2, body)
     assert isinstance(gave_up, PeerLost) and "is over" in str(gave_up)
-    assert isinstance(lost, PeerLost) and "rank 0 is gone" in str(lost)
+    assert isinstance(lost, PeerLost) and "lost the connection to rank 0" in str(lost)
 
 
 def test_meeting_of_a_finished_generation_is_not_waited_for():

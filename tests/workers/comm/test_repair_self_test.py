@@ -83,8 +83,8 @@ def store_of(comm: Comm, port: int) -> dist.Store:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("returns", "rank 1: a sum did not wait for a rank that took no part (it returned)"),
-        ("wrong", "the sum over the new groups is wrong"),
+        ("returns", "rank 1: an all-reduce did not wait for a rank that took no part (it returned)"),
+        ("wrong", "the all-reduce over the new groups is wrong"),
     ],
 )
 def test_repair_self_test_failure_on_one_rank_is_known_to_all(ranks, kind, problem):
@@ -93,7 +93,7 @@ def test_repair_self_test_failure_on_one_rank_is_known_to_all(ranks, kind, probl
     assert len({result.problem for result in results}) == 1
     assert problem in results[0].problem
     assert all(result.usable for result in results)
-    assert results[0].sentence.endswith("after a failure all ranks are started again")
+    assert results[0].sentence.endswith("after a failure all ranks are restarted")
 
 
 def hangs(comm: Comm, port: int) -> RepairSelfTest:
@@ -116,5 +116,5 @@ def hangs(comm: Comm, port: int) -> RepairSelfTest:
 def test_repair_self_test_with_an_endless_wait_marks_the_process_unusable(ranks):
     results = ranks.run(FOUR, hangs, ranks.port, backend="process_groups", seconds=60)
     assert [result.passed for result in results] == [False] * 4
-    assert "a sum that was broken off still waited after 1 s" in results[0].problem
+    assert "an all-reduce that was interrupted still waited after 1 s" in results[0].problem
     assert not results[1].usable

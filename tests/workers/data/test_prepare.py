@@ -50,7 +50,7 @@ def test_a_directory_is_one_row_of_its_files_tokens(texts, file, tmp_path):
     assert corpus.read(0, len(corpus)).tolist() == expected
     kind, message, data = watcher.said[-1]
     assert kind == "data_prepared"
-    assert message.startswith(f"has {len(expected)} tokens of 180 documents in 3 files of {texts} ready after ")
+    assert message.startswith(f"tokenized {len(expected):,} tokens of 180 documents in 3 files of {texts} in ")
     assert (data["tokens"], data["documents"], data["files"], data["made"]) == (len(expected), 180, 3, True)
     assert data["seconds"] > 0
 

@@ -345,7 +345,7 @@ def test_shards_made_by_a_killed_process_are_used_by_the_next_one(tmp_path, file
         watcher = RecordingWatcher()
         row, _, made = make(tmp_path / "cache", [path], file, watcher=watcher)
     assert made
-    assert f"of which {len(done)} shards are done already" in watcher.said[0][1]
+    assert f"of which {len(done)} shards are tokenized already" in watcher.said[0][1]
     assert row.read(0, len(row)).tolist() == plain_tokens(file, DOCUMENTS * 20)
 
 

@@ -32,7 +32,7 @@ def test_a_rank_that_is_slow_for_long_is_named_once_with_the_evidence():
     ((step, straggler),) = run(FOUR, [(0.2, 0.5, 1.0, 1.0)] * 100)
     assert step == SLOW_STEPS
     assert (straggler.rank, straggler.own_seconds, straggler.usual_seconds) == (1, 0.5, 0.2)
-    assert "rank 1 holds up the others" in straggler.sentence
+    assert "rank 1 slows the others down" in straggler.sentence
     assert straggler.to_json() == {
         "straggler": 1, "own_seconds": 0.5, "usual_seconds": 0.2, "slow_steps": SLOW_STEPS, "window": WINDOW,
     }  # fmt: skip
@@ -150,7 +150,7 @@ def test_rank_sample_lists_stragglers_as_long_as_they_are_slow():
 
     (straggler,) = steps(SLOW_STEPS, (0.2, 0.9, 0.2))
     assert (straggler["rank"], straggler["own_seconds"], straggler["usual_seconds"]) == (1, 0.9, 0.2)
-    assert straggler["sentence"].startswith("rank 1 holds up the others")
+    assert straggler["sentence"].startswith("rank 1 slows the others down")
     assert len(steps(5, (0.2, 0.9, 0.2))) == 1, "still, though it was named before"
     assert steps(24, (0.2, 0.2, 0.2)) == ()
 

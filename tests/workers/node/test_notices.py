@@ -90,7 +90,7 @@ def test_aws_spot_interruption_gives_a_notice_with_its_deadline(service, ask):
     service.required = {"X-aws-ec2-metadata-token": "token"}
     service.answers = {"/latest/api/token": "token", SPOT: {"action": "terminate", "time": "2026-11-24T12:02:00Z"}}
     assert ask("aws") == Notice(
-        "spot terminate 2026-11-24T12:02:00Z", 120.0, "AWS takes the spot instance back (terminate)"
+        "spot terminate 2026-11-24T12:02:00Z", 120.0, "AWS reclaims the spot instance (terminate)"
     )
     assert service.asked[0] == "PUT /latest/api/token"
 

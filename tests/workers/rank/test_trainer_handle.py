@@ -318,7 +318,7 @@ async def test_trainer_without_a_flight_record_answer_has_none(rig, monkeypatch)
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        (lambda it: it.rest(1, grace=0.0), "was killed by its agent, since it did not come to rest within 0 s"),
+        (lambda it: it.rest(1, grace=0.0), "was killed by its agent: it did not stop within 0 s"),
         (lambda it: it.stop(), "was stopped by its agent"),
     ],
 )

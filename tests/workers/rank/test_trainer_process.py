@@ -19,6 +19,7 @@ from manta.workers.errors import (
     DataNotStored,
     DataUnreadable,
     DeviceLost,
+    ModelError,
     NodeExhausted,
     NonFiniteError,
     PeerLost,
@@ -35,7 +36,7 @@ from manta.workers.protocol.messages import Resume, TrainerArgument
 from manta.workers.protocol.reports import EXIT_SAVED, Event, Failure, Finished, Metrics, Prepared, Resting, Started
 from manta.workers.protocol.requests import Asked, DumpFlightRecord, Go, Rest, SaveAndEnd
 from manta.workers.rank import trainer_process
-from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST
+from manta.workers.rank.trainer_process import EXIT_FAILED, EXIT_PEER_LOST, formatted
 
 
 def at_rest(rig):
@@ -66,6 +67,7 @@ def test_a_job_that_ends_well_is_started_finished_and_exits_with_0(rig):
         (RuntimeError("of  the\nuser"), "exception"),
         (SharedMemoryError("m"), "no_shared_memory"),
         (DataError("m"), "bad_data"),
+        (ModelError("m"), "bad_model"),
         (DataNotStored("m"), "not_saved"),
         (DataUnreadable("m"), "unreadable_data"),
         (WeightsError("m"), "bad_data"),
@@ -95,7 +97,22 @@ def test_trainer_failure_is_reported_by_its_kind(rig, capfd, error, kind):
     assert failure.message == ("of the user" if kind == "exception" else "m")
     assert "Traceback" in failure.traceback
     assert run.ended() == (EXIT_PEER_LOST if kind == "peer_lost" else EXIT_FAILED)
-    assert failure.exception in capfd.readouterr().err
+    printed = capfd.readouterr().err
+    assert ("Traceback" in printed) == (kind in ("exception", "corrupt")) and failure.exception in printed
+
+
+def test_traceback_of_a_custom_model_shows_the_frames_of_its_package_alone(tmp_path, monkeypatch):
+    package = tmp_path / "theirs_that_fails"
+    package.mkdir()
+    (package / "__init__.py").write_text("def build():\n    return json.loads('{')\nimport json\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    from theirs_that_fails import build
+
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        build()
+    text = formatted(caught.value, "theirs_that_fails:build")
+    assert "in build" in text and "JSONDecodeError: Expecting" in text and text.count('File "') == 1
+    assert formatted(caught.value, None).count('File "') > 3
 
 
 NO_MORE = "the node gives no more threads, processes, open files or memory: "
@@ -203,10 +220,10 @@ def test_end_of_a_generation_reaches_computing_and_joining_ranks(rig):
 
 
 def test_trainer_asked_to_rest_does_so_without_in_place_repair_too(rig):
-    run = rig(Mock(side_effect=RestRequested("was asked to rest after the step")), finish)
+    run = rig(Mock(side_effect=RestRequested("it was asked to stop there")), finish)
     run.start(order(1, in_place=False))
     run.hear()
-    assert run.hear().payload == Resting(None, "was asked to rest after the step")
+    assert run.hear().payload == Resting(None, "it was asked to stop there")
     run.say(Go(order(2, in_place=False)))
     run.hear(1)
     assert run.ended() == 0

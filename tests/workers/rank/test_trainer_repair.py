@@ -30,7 +30,7 @@ def test_trainer_with_a_passed_repair_self_test_rests_after_a_lost_peer(rig, mon
     run.start(tries_repair(monkeypatch, WORKS))
     event, started, resting = (run.hear().payload for _ in range(3))
     assert (event.type, event.data, event.step) == ("repair_self_test", WORKS, 0)
-    assert event.message == "repair in place works here (by hand, tried in 0.5 s)"
+    assert event.message == "repair in place works here (by hand, tested in 0.5 s)"
     assert isinstance(started, Started) and resting == Resting(4, "rank 1 is gone")
     (trainer,) = run.built
     assert trainer.comm.connected == [("tries repair", ("h", 7), 1), (("h", 7), 1, "h", "s")], "in that order"
@@ -44,7 +44,7 @@ def test_trainer_with_a_failed_repair_self_test_ends_after_a_lost_peer(rig, monk
     run.start(tries_repair(monkeypatch, FAILS))
     event, started, failure = (run.hear().payload for _ in range(3))
     assert event.data == FAILS
-    assert event.message == "no repair in place: rank 2: no; after a failure all ranks are started again"
+    assert event.message == "no repair in place: rank 2: no; after a failure all ranks are restarted"
     assert isinstance(started, Started) and failure.kind == "peer_lost"
     assert run.ended() == EXIT_PEER_LOST
 

@@ -213,7 +213,7 @@ def test_spec_with_thousands_of_unknown_keys_has_few_problems_and_their_count(mo
     with pytest.raises(SpecError) as refused:
         parse_job_spec({**{f"k{number}": 1 for number in range(3000)}, "\x1b]0;title\a" + "x" * 1000: 1})
     *described, more = refused.value.problems
-    assert len(described) == MAX_PROBLEMS and more.rule.endswith("more problems, once these are mended")
+    assert len(described) == MAX_PROBLEMS and more.rule.endswith("more problems, once these are fixed")
     assert len(compared) <= 2 * MAX_PROBLEMS
 
 

@@ -222,5 +222,5 @@ def test_malformed_packed_recording_is_refused(packed):
 
 
 def test_a_recording_without_steps_travels_too():
-    empty = Recording((), (), problem="the recording was broken off")
+    empty = Recording((), (), problem="the recording was interrupted")
     assert from_json(PackedRecording, asdict(empty.pack())).unpack() == empty

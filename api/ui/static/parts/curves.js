@@ -84,12 +84,14 @@ export class Columns {
 
 /** The curves of one job. */
 export class JobCurves {
-  /** `names`: of the metrics that most steps have. `seldom`: of those that multiples of `every` steps have. */
-  constructor(id, names, seldom = [], every = 0) {
+  /** `names`: of the metrics that most steps have. `seldom`: of those that multiples of `every` steps have, and the
+   * job's last step, `end`. */
+  constructor(id, names, seldom = [], every = 0, end = 0) {
     this.id = id;
     this.names = [...new Set(names)];
     this.seldomNames = every > 0 ? seldom : [];
     this.every = every;
+    this.end = end;
     this.all = new Columns(this.names);
     this.seldom = null;
     this.detail = null;
@@ -110,10 +112,11 @@ export class JobCurves {
 
   async pollSeldom(signal) {
     const newest = this.all.columns.step.at(-1) ?? 0;
-    if (this.seldomNames.length === 0 || newest < this.every) return;
+    const next = Math.min(this.every, this.end || this.every);
+    if (this.seldomNames.length === 0 || newest < next) return;
     const last = this.seldom?.columns.step.at(-1) ?? 0;
     const complete = this.seldom && this.seldomNames.some((name) => Number.isFinite(this.seldom.columns[name].at(-1)));
-    if (complete && newest < last + this.every) return;
+    if (complete && newest < last + this.every && (newest !== this.end || last === newest)) return;
     this.seldom ??= new Columns([...new Set([...this.seldomNames, "tokens", "time"])]);
     const query = {
       names: this.seldom.names.join(","),

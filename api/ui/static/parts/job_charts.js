@@ -62,6 +62,7 @@ export class JobCharts {
       metrics,
       this.validations.map(([, metric]) => metric),
       spec?.train?.validate_every ?? 0,
+      spec?.train?.steps ?? 0,
     );
     this.marks = [];
     this.elements = this.charts.map(({ chart }) => chart.element);

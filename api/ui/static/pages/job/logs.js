@@ -7,7 +7,6 @@ import { Router } from "../../core/router.js";
 
 const [PAGE, MOST_PAGES, SHOWN, MOST] = [1000, 5, 1000, 10_000];
 const TYPED_MILLISECONDS = 400;
-const NOISE = /\[c10d\]|socket\.cpp|ProcessGroup.*Warning/;
 const LEVELS = ["debug", "info", "warning", "error", "critical"];
 const FILTERS = ["rank", "stream", "level", "text"];
 
@@ -33,7 +32,7 @@ class LogsTab {
       "aria-label": "Only lines with",
       oninput: (event) => this.typed(event.target.value),
     });
-    this.quiet = h("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
+    this.notices = h("input", { type: "checkbox", onchange: () => this.reread() });
     this.follow = h("input", { type: "checkbox", checked: true });
     this.problem = h("span", { class: "kind tone-bad", role: "status" });
     this.more = h("button", { class: "button", hidden: true, onclick: () => this.showMore() }, "Earlier lines");
@@ -62,7 +61,7 @@ class LogsTab {
         this.choice("stream", "Stream", ["stdout", "stderr", "agent"], "All streams"),
         this.choice("level", "Level", LEVELS, "All levels"),
         this.text,
-        h("label", { class: "inline" }, this.quiet, "hide notices of torch's sockets"),
+        h("label", { class: "inline" }, this.notices, "library notices"),
         h("label", { class: "inline" }, this.follow, "follow"),
         this.more,
         this.problem,
@@ -92,6 +91,10 @@ class LogsTab {
   choose(name, value) {
     this.filters[name] = value;
     Router.query(this.filters);
+    this.reread();
+  }
+
+  reread() {
     this.begin();
     this.refreshNow();
   }
@@ -110,7 +113,8 @@ class LogsTab {
   wanted() {
     const { rank, stream, level, text } = this.filters;
     const expression = text.match(/^\/(.+)\/$/);
-    return { rank, stream, level, ...(expression ? { regex: expression[1] } : { search: text }) };
+    const notices = this.notices.checked;
+    return { rank, stream, level, notices, ...(expression ? { regex: expression[1] } : { search: text }) };
   }
 
   async refresh(signal, job, moved) {
@@ -155,13 +159,9 @@ class LogsTab {
 
   draw() {
     this.drawn = true;
-    const lines = this.quiet.checked ? this.lines.filter((line) => !NOISE.test(line.text)) : this.lines;
-    const hidden = this.lines.length - lines.length;
-    setText(
-      this.note,
-      `${counted(lines.length, "line")}${hidden ? `, ${hidden} hidden` : ""}${this.more.hidden ? "" : ", and earlier ones"}`,
-    );
-    const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "There is no output yet.";
+    const { lines } = this;
+    setText(this.note, `${counted(lines.length, "line")}${this.more.hidden ? "" : ", and earlier ones"}`);
+    const nothing = Object.values(this.filters).some(Boolean) ? "No line matches." : "No output yet.";
     setText(this.none, nothing);
     setVisible(this.none, lines.length === 0);
     this.rows.show(lines);
