@@ -141,7 +141,7 @@ def _with_rest(spec: JobSpec, cluster: Cluster) -> Decided:
         problem = memory_problem(decided, cluster)
         if problem is not None:
             raise SpecError([Problem("parallel", problem, AUTO if alone and cluster.machine.has_gpus else None)])
-        reason = f"`parallel: auto` would use up to {total}"
+        reason = f"`parallel: auto` looks for a faster layout on all {total}"
     notes = () if alone is None else (f"{alone}; {reason}",)
     return Decided(decided, (*_choices(spec, decided), *notes))
 

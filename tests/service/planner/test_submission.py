@@ -56,7 +56,7 @@ def chosen(answer: Decided) -> tuple[int, str, int]:
         ({"parallel": {"data": 2}}, gpus(8), 2, "bf16", ["precision", "micro_batch_size"]),
         ({"parallel": {"zero": 0}}, gpus(8), 1, "bf16", ["precision", "micro_batch_size", "1 of 8 GPUs used"]),
         ({"train": {"micro_batch_size": 1, "precision": "bf16"}, "parallel": {"data": 2}}, gpus(8), 2, "bf16", []),
-        ({}, CPUS, 1, "fp32", ["1 of 8 slots used; `parallel: auto` would use up to 8"]),
+        ({}, CPUS, 1, "fp32", ["1 of 8 slots used; `parallel: auto` looks for a faster layout on all 8"]),
         ({"elastic": {"max_data": 4}}, CPUS, 1, "fp32", ["1 of 8 slots used"]),
         ({"parallel": "auto", "train": {"micro_batch_size": 1}}, CPUS, 1, "fp32", ["fits on 8 slots"]),
         ({"parallel": {"tensor": 2}}, CPUS, 2, "fp32", []),
