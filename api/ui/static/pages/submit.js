@@ -90,9 +90,10 @@ class SubmitPage {
   }
 
   async begin(from) {
-    const job = from ? await optional(get(`/v1/jobs/${from}`)) : null;
-    if (job) this.examples.prepend(h("option", { value: "", selected: true }, `Copy of ${job.name}`));
-    this.text.value = job ? toYaml(job.spec) : Object.values(EXAMPLES)[0];
+    const job = from ? await optional(get(`/v1/jobs/${from}/spec`)) : null;
+    if (job) this.examples.prepend(h("option", { value: "", selected: true }, `Copy of ${job.spec.name}`));
+    // As its user wrote it: what the service decided for that job is decided anew for this one.
+    this.text.value = job ? toYaml(job.written ?? job.spec) : Object.values(EXAMPLES)[0];
     await this.check();
   }
 
@@ -137,6 +138,7 @@ class SubmitPage {
     fill(
       this.says,
       lines.filter(Boolean).map((line) => h("p", {}, line)),
+      dry.notes.map((note) => h("p", { class: "note" }, marked(note))),
       dry.data_problem
         ? h("p", { class: "tone-bad kind" }, marked(sentence(`The job would fail: ${dry.data_problem}`)))
         : "",
