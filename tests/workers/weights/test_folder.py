@@ -126,6 +126,29 @@ def test_weights_saved_without_an_output_layer_are_accepted(whole, copied):
     check_weights(spec_of(rewritten(folder, rename)))
 
 
+@pytest.mark.parametrize("row", [None, 0, 20, -1])
+def test_output_layer_that_is_not_the_embeddings_it_is_tied_to_is_refused(whole, copied, row):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+        if row is not None:
+            tensors["lm_head.weight"][row] += 1
+
+    folder = rewritten(copied(whole), change)
+    if row is None:
+        check_weights(spec_of(folder))
+    else:
+        assert "lm_head.weight is not transformer.wte.weight, but config.json says" in sentence_about(folder)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "language_model."])
+def test_prefix_of_names_in_a_weights_file_is_shown(whole, copied, prefix):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    assert f"; {prefix}transformer.wte.weight is there" in sentence_about(rewritten(copied(whole), change))
+
+
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 3000, -1])
 def test_truncated_weights_file_is_named(whole, copied, keep):
     file = copied(whole) / ONE_FILE
@@ -256,6 +279,17 @@ def test_oversized_json_file_is_not_read(whole, copied, name):
     os.truncate(folder / name, 40 * 2**30)
     with pytest.raises(WeightsError, match=rf"{name} cannot be read: it has 42949672960 bytes or more, and at most"):
         read_config(folder) if name == "config.json" else check_weights(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("consolidated.safetensors", "only consolidated.safetensors"), ("q4.gguf", "only q4.gguf"), (ONE_FILE, "a link")],
+)
+def test_weights_in_another_form_or_behind_a_dangling_link_are_named(whole, copied, name, sentence):
+    folder = copied(whole)
+    (folder / ONE_FILE).unlink()
+    (folder / name).symlink_to("../blobs/0")
+    assert sentence in sentence_about(folder)
 
 
 def test_pickled_weights_are_never_read(whole, copied):
