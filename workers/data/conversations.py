@@ -91,8 +91,9 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
 
 
 def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bool) -> tuple[str, tuple[Span, ...]]:
-    """The conversation's text, and the parts of it that are to be learned: the answers, if any, or everything. A template
-    gets the arguments of tool calls as objects, or, if it rejects these, as they are in the file. Raises DataError."""
+    """The conversation's text, and the parts of it that are to be learned: the answers, if any, or everything. The
+    template gets arguments of tool calls as objects, or, if it rejects these, as they are in the file. Raises
+    DataError."""
     messages = [_with_objects(message) for message in conversation.messages]
     try:
         return _as_text(replace(conversation, messages=messages), template, answers_only)

@@ -232,7 +232,8 @@ def _header(file: Path) -> Iterator[FileTensor]:
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any], header: int) -> tuple[FileTensor, int]:
-    """The tensor, and its end in bytes after the header, which has `header` bytes. Raises ValueError and similar errors."""
+    """The tensor, and its end in bytes after the header, before which the file has `header` bytes. Raises ValueError and
+    similar errors."""
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     wide = _ALL_BYTES.get(entry["dtype"])
