@@ -9,7 +9,6 @@ the one whose weights these are.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -101,7 +100,7 @@ def read_config(folder: Path) -> Keys:
 def _what_to_name(folder: Path) -> str:
     """What to do about a folder without a config.json."""
     if (folder / CONFIG).is_symlink():
-        return f"it is a link to {os.readlink(folder / CONFIG)}, which is not there; a hub's cache needs its blobs too"
+        return f"it is a link to {(folder / CONFIG).readlink()}, which is not there; a hub's cache needs its blobs too"
     if (folder / ADAPTER_CONFIG).exists():
         return "it holds an adapter; merge that into the weights that it was made for, and name the result"
     if (folder / "params.json").exists():

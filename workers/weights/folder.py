@@ -81,7 +81,7 @@ def weight_files(folder: Path) -> list[Path]:
     if pickles is not None:
         raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
     if (folder / ONE_FILE).is_symlink():
-        target = os.readlink(folder / ONE_FILE)
+        target = (folder / ONE_FILE).readlink()
         raise WeightsError(
             f"{folder / ONE_FILE} is a link to {target}, which is not there; a hub's cache needs its blobs too"
         )
@@ -232,8 +232,8 @@ def _header(file: Path) -> Iterator[FileTensor]:
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any], header: int) -> tuple[FileTensor, int]:
-    """The tensor, and its end in bytes after the header, before which the file has `header` bytes. Raises ValueError and
-    similar errors."""
+    """The tensor, and its end in bytes after the header, which ends after `header` bytes. Raises ValueError and similar
+    errors."""
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     wide = _ALL_BYTES.get(entry["dtype"])
