@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shapes_in
 from manta.workers.errors import MantaError
 from manta.workers.node.notice_sources import UnknownSource, notice_sources
+from manta.workers.paths import with_home_of_user
 from manta.workers.storage.locations import InvalidLocation, Location, ObjectPath, parse_location
 from manta.workers.system.sockets import InvalidPortRange, PortRange
 
@@ -136,9 +137,9 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME defaults
-        to ~/.manta. Raises InvalidSetting."""
+        to ~/.manta. Raises InvalidSetting, NoHomeFolder."""
         source = os.environ if environment is None else environment
-        home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
+        home = with_home_of_user(source.get("MANTA_HOME") or "~/.manta").absolute()
         if not _is_text(str(home)):
             raise InvalidSetting(f"the home {home!s:.200} cannot be named in this locale: set PYTHONUTF8=1")
         return cls(
