@@ -19,11 +19,12 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from storage_away import away
 from their_models import saved
+from tokenizers import Tokenizer, models
 from torch import nn
 
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from manta.workers.config import JobSpec
+from manta.workers.config import DataConfig, JobSpec
 from manta.workers.data.roots import DataRoots
 from manta.workers.data.tokenizer import MAX_BYTES
 from manta.workers.errors import CheckpointError, DataError, WeightsError, WeightsUnreadable
@@ -438,6 +439,29 @@ def test_exported_model_has_no_end_token_if_none_is_known(tmp_path):
         spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
         beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
         assert json.loads(beside["config.json"])["eos_token_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("known", "template", "ends"),
+    [
+        (None, "{{ messages[1].content }}<|im_end|>\n", 1),
+        (0, "{{ messages[1].content }}<|im_end|>", [0, 1]),
+        ([1, 0], "{{ messages[1].content }}<|im_end|>", [1, 0]),
+        (0, "{{ messages[1].content }}", 0),
+        (0, "{{ messages[1].content }}<|im_end|><|im_end|>", 0),
+    ],
+)
+def test_exported_generation_ends_also_where_the_template_ends_an_answer(tmp_path, whole, copied, known, template, ends):
+    weights = copied(whole)
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "temperature": 0.6}))
+    tokens = {"<|endoftext|>": 0, "<|im_end|>": 1, "a": 2}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="a"))
+    tokenizer.add_special_tokens(list(tokens)[:2])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat.json").write_text(json.dumps({"template": template, "tokens": {}, "name": "t"}))
+    spec = spec_of(weights).model_copy(update={"data": DataConfig(source="chat", paths=("a",), tokenizer="gone")})
+    beside = companion_files(spec, "float32", tmp_path / "step")
+    assert json.loads(beside["generation_config.json"]) == {"eos_token_id": ends, "temperature": 0.6}
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "."])
