@@ -451,7 +451,9 @@ def test_exported_model_has_no_end_token_if_none_is_known(tmp_path):
         (0, "{{ messages[1].content }}<|im_end|><|im_end|>", 0),
     ],
 )
-def test_exported_generation_ends_also_where_the_template_ends_an_answer(tmp_path, whole, copied, known, template, ends):
+def test_exported_generation_ends_also_where_the_template_ends_an_answer(
+    tmp_path, whole, copied, known, template, ends
+):
     weights = copied(whole)
     (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "temperature": 0.6}))
     tokens = {"<|endoftext|>": 0, "<|im_end|>": 1, "a": 2}
