@@ -351,7 +351,7 @@ def test_unusable_certificates_of_the_environment_are_one_sentence(tmp_path, mon
         (tmp_path / "ca.pem").write_text(content)
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     with pytest.raises(ServiceUnreachable, match=rf"certificates of SSL_CERT_FILE or .* cannot be read: .*{why}"):
-        Client("https://manta.example.org", api_key="k")
+        Client("https://manta.example.org", key="k")
     untrusted = OSError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
     assert "set SSL_CERT_FILE" in str(ServiceUnreachable("https://manta.example.org", untrusted))
 
