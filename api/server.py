@@ -223,12 +223,15 @@ def _answer_requests(app: FastAPI, settings: Settings, listener: socket.socket) 
 def build_app(control: ControlPlane, settings: Settings, host: str) -> FastAPI:
     """REST on top of `control`, and the dashboard if it is enabled, with `settings` for a service on `host`."""
     from manta.api.app import create_app  # imports FastAPI, which only the server needs
+    from manta.api.security.request_guard import BelowPrefix
 
     app = create_app(control, settings.allowed_hosts, settings.limits, settings.tls.is_used, host)
     if settings.dashboard:
         from manta.api.ui import mount
 
         mount(app)
+    if settings.path_prefix:
+        app.add_middleware(BelowPrefix, prefix=settings.path_prefix)
     return app
 
 

@@ -49,6 +49,7 @@ MIN_FILES = 4096
 MIN_DISK_BYTES = 1 << 30
 SOCKET_PATH_BYTES = 107
 DISTRIBUTION = "manta-train"
+MOUNTS = Path("/proc/self/mounts")
 DRIVER = Path("/proc/driver/nvidia/version")
 SKEW_SECONDS = 5.0
 """A larger difference between clocks makes times hard to read; S3 refuses clients that are off by 15 minutes."""
@@ -364,6 +365,9 @@ def database(settings: Settings) -> Iterator[Finding]:
         yield Finding("database", "problem", where, "name it with --database or MANTA_DATABASE_URL")
         return
     file = file_of(url)
+    if file is not None and (kind := _file_system_of(file)) in _NETWORK_FILE_SYSTEMS:
+        problem = f"{file} is on a network file system ({kind}), whose locks SQLite cannot rely on"
+        yield Finding("database", "warning", problem, "put the home on a local disk, or name a PostgreSQL (--database)")
     if file is not None and not file.exists():  # opening it would create its folder
         yield _to_be_made(str(file))
         return
@@ -377,6 +381,21 @@ def database(settings: Settings) -> Iterator[Finding]:
         yield _to_be_made(shown(url))
     except (MantaError, SQLAlchemyError) as error:
         yield Finding("database", "problem", str(error), "see whether it runs, and that its URL is right")
+
+
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
+
+
+def _file_system_of(path: Path) -> str:
+    """Type of the file system that has `path`, as the kernel calls it; empty if that is unknown."""
+    found = Path("/"), ""
+    with contextlib.suppress(OSError):
+        for line in MOUNTS.read_text(errors="surrogateescape").splitlines():
+            _, at, kind, *_ = line.split(" ")
+            mount = Path(at.replace("\\040", " "))
+            if path.resolve().is_relative_to(mount) and mount.is_relative_to(found[0]):
+                found = mount, kind
+    return found[1]
 
 
 def _to_be_made(place: str) -> Finding:

@@ -96,7 +96,7 @@ def read_key(home: Path) -> str | None:
         if status.st_mode & 0o077:
             raise KeyFileUnsafe(path, "can be read or written by others")
         try:
-            return file.read(_MAX_KEY_CHARACTERS).decode().strip() or None
+            return file.read(_MAX_KEY_CHARACTERS).decode("utf-8-sig").strip() or None
         except UnicodeDecodeError as error:
             raise KeyFileUnsafe(path, "is not text") from error
 

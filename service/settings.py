@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from manta.service.cluster.node_shapes import InvalidNodeShapes, NodeShape, shapes_in
 from manta.workers.errors import MantaError
 from manta.workers.node.notice_sources import UnknownSource, notice_sources
+from manta.workers.paths import with_home_of_user
 from manta.workers.storage.locations import InvalidLocation, Location, ObjectPath, parse_location
 from manta.workers.system.sockets import InvalidPortRange, PortRange
 
@@ -102,6 +103,9 @@ class Settings:
     """TLS of the service (MANTA_TLS_CERT, MANTA_TLS_KEY, MANTA_TLS_TERMINATED, or options of the same names)."""
     trusted_proxies: tuple[str, ...] = ()
     """Addresses or networks whose `X-Forwarded-For` is trusted (MANTA_TRUSTED_PROXIES, separated by commas)."""
+    path_prefix: str = ""
+    """Path below which a proxy shows the service (MANTA_PATH_PREFIX, such as /manta), whether or not the proxy removes
+    it. Empty: none."""
     limits: RequestLimits = RequestLimits()
     """How much one caller may ask of the service."""
     jobs_kept_days: float = 0.0
@@ -136,9 +140,9 @@ class Settings:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Settings:
         """Read the variables that the fields name from `environment`, by default the process's own; MANTA_HOME defaults
-        to ~/.manta. Raises InvalidSetting."""
+        to ~/.manta. Raises InvalidSetting, NoHomeFolder."""
         source = os.environ if environment is None else environment
-        home = Path(source.get("MANTA_HOME") or "~/.manta").expanduser().absolute()
+        home = with_home_of_user(source.get("MANTA_HOME") or "~/.manta").absolute()
         if not _is_text(str(home)):
             raise InvalidSetting(f"the home {home!s:.200} cannot be named in this locale: set PYTHONUTF8=1")
         return cls(
@@ -152,6 +156,7 @@ class Settings:
             api_key=_key(source),
             tls=_tls(source),
             trusted_proxies=_networks(source, "MANTA_TRUSTED_PROXIES"),
+            path_prefix=_prefix(source, "MANTA_PATH_PREFIX"),
             limits=_limits(source),
             jobs_kept_days=_number(source, "MANTA_JOBS_KEPT_DAYS", cls.jobs_kept_days),
             checkpoints=_place(source, "MANTA_CHECKPOINTS"),
@@ -235,6 +240,13 @@ def _hosts(source: Mapping[str, str], name: str) -> tuple[str, ...]:
                 f"{name} names {host!r}; it takes names such as manta.example.org, example.org:8443 or [fe80::1]:8400"
             )
     return hosts
+
+
+def _prefix(source: Mapping[str, str], name: str) -> str:
+    prefix = (source.get(name) or "").rstrip("/")
+    if prefix and not re.fullmatch(r"(/[A-Za-z0-9_-][A-Za-z0-9._~-]*)+", prefix):
+        raise InvalidSetting(f"{name} is {prefix!r}; it takes a path such as /manta")
+    return prefix
 
 
 def _file(source: Mapping[str, str], name: str) -> Path | None:

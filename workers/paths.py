@@ -28,6 +28,19 @@ class UnsafePath(MantaError):
     """A folder that must be ours belongs to another user, or a name would leave its folder."""
 
 
+class NoHomeFolder(MantaError):
+    """The user has no home folder, and none was named."""
+
+
+def with_home_of_user(path: str | Path) -> Path:
+    """`path`, in which ~ stands for the user's home folder. Raises NoHomeFolder, as in containers that run as a user
+    without a name."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise NoHomeFolder(f"{path}: this user has no home folder: set MANTA_HOME to a folder of its own") from error
+
+
 @dataclass(frozen=True)
 class Paths:
     """Path arithmetic of the service whose state lies in `home`. Creates nothing unless a method says so."""
@@ -45,8 +58,8 @@ class Paths:
     def of(
         cls, home: str | Path, checkpoints: Location | None = None, installation: str = "", logs: Location | None = None
     ) -> Paths:
-        """Paths of a home folder, made absolute so that its tag is the same from everywhere."""
-        return cls(Path(home).expanduser().resolve(), checkpoints, installation, logs)
+        """Paths of a home folder, made absolute so that its tag is the same from everywhere. Raises NoHomeFolder."""
+        return cls(with_home_of_user(home).resolve(), checkpoints, installation, logs)
 
     @property
     def checkpoint_root(self) -> Location:

@@ -60,10 +60,11 @@ def main(arguments: list[str] | None = None, called: str = "python -m manta.work
         launcher = read_launcher()
         _check_world(spec, launcher)
         with ending_at_once():
-            from manta.workers.standalone import TraceFile, train
+            from manta.workers.standalone import TraceFile, alone_in, train
 
         trace = TraceFile(options.trace, options.trace_steps, options.trace_first_step) if options.trace else None
-        train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
+        with alone_in(options.checkpoints if launcher is None or launcher.rank == 0 else None):
+            train(spec, launcher, options.metrics, options.checkpoints, options.stop_after_step, options.cache, trace)
     except SpecError as error:
         print(*error.lines(options.config), sep="\n", file=sys.stderr)
         return 2

@@ -4,11 +4,13 @@ trace."""
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import secrets
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -178,6 +180,25 @@ def _refuse_other_samples(spec: JobSpec, checkpoint: Location) -> None:
             f"{checkpoint} was trained on other samples, so continuing would repeat some or leave some out: {changed}; "
             "change that back, or begin a new job with its exported weights (model.from)"
         )
+
+
+@contextlib.contextmanager
+def alone_in(checkpoints: Location | None) -> Iterator[None]:
+    """Within the block, no other run that is within such a block saves to this folder, if its file system has locks
+    (an object store has none). Raises CheckpointError if another one does."""
+    if not isinstance(checkpoints, Path):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # whoever reads the folder, or writes to it, finds out what is wrong with it
+            checkpoints.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(checkpoints, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(f"--checkpoints: another run is saving to {checkpoints}: name another") from None
+        yield
 
 
 def refuse_unwritable(checkpoints: Location) -> None:

@@ -44,9 +44,10 @@ class ServiceUnreachable(MantaError):
     def __init__(self, url: str, cause: Exception):
         self.url, self.cause = url, cause
         why = re.sub(r"^\[Errno -?\d+\] ", "", str(cause)) or type(cause).__name__
-        super().__init__(
-            f"cannot reach Manta at {url} ({why}); start it with `manta up`, or point MANTA_URL to where it runs"
-        )
+        what_to_do = "start it with `manta up`, or point MANTA_URL to where it runs"
+        if "CERTIFICATE_VERIFY_FAILED" in why:
+            what_to_do = "if the certificate is right, set SSL_CERT_FILE to the file of its authority"
+        super().__init__(f"cannot reach Manta at {url} ({why}); {what_to_do}")
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,11 @@ def client_options(settings: Settings, url: str, key: str | None, is_test: bool)
     it has a transport of its own. Raises KeyFileUnsafe, CertificateUnreadable, ServiceUnreachable."""
     address, verify = checked_url(url), is_test or ssl_verification(settings, url)
     if verify is True and not is_test:
-        verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
+        try:
+            verify = httpx.create_ssl_context()  # SSL_CERT_FILE is of the environment, too
+        except OSError as error:
+            unusable = f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read: {error.strerror}"
+            raise ServiceUnreachable(url, RuntimeError(unusable)) from error
     return {
         "base_url": address,
         "timeout": TIMEOUT,

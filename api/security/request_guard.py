@@ -179,6 +179,22 @@ def _is_json(content_type: str) -> bool:
     return media_type == "application/json" or (media_type.startswith("application/") and media_type.endswith("+json"))
 
 
+class BelowPrefix:
+    """ASGI middleware of a service that a proxy shows below a path: everything behind it sees paths without that."""
+
+    def __init__(self, app: ASGIApp, prefix: str):
+        self._app, self._prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            while path == self._prefix or path.startswith(f"{self._prefix}/"):
+                path = path.removeprefix(self._prefix) or "/"
+            scope = {**scope, "path": path, "root_path": self._prefix}
+        await self._app(scope, receive, send)
+
+
 class RequestGuard:
     """ASGI middleware that answers refused requests."""
 

@@ -42,6 +42,8 @@ def parse_url(text: str) -> URL:
     except (ArgumentError, ValueError):
         raise InvalidDatabaseUrl("cannot be read") from None  # the error repeats the URL
     if url.drivername in _POSTGRESQL:
+        if text.count("@") > 1 or "#" in text:
+            raise InvalidDatabaseUrl("has an @ or # in the user's name or password, which is written as %40 or %23")
         if not url.database:
             raise InvalidDatabaseUrl("names no database")
         return url.set(drivername="postgresql+psycopg")

@@ -345,6 +345,17 @@ async def test_client_that_is_closed_has_no_connection_left():
     assert closed == ["blocking", "in a loop"]
 
 
+@pytest.mark.parametrize(("content", "why"), [(None, "No such file or directory"), ("none", "NO_CERTIFICATE")])
+def test_unusable_certificates_of_the_environment_are_one_sentence(tmp_path, monkeypatch, content, why):
+    if content is not None:
+        (tmp_path / "ca.pem").write_text(content)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    with pytest.raises(ServiceUnreachable, match=rf"certificates of SSL_CERT_FILE or .* cannot be read: .*{why}"):
+        Client("https://manta.example.org", key="k")
+    untrusted = OSError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed")
+    assert "set SSL_CERT_FILE" in str(ServiceUnreachable("https://manta.example.org", untrusted))
+
+
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 @pytest.mark.parametrize("variable", ["http_proxy", "HTTPS_PROXY", "ALL_PROXY"])
 def test_proxy_of_the_environment_never_gets_the_key_of_a_service_on_this_machine(monkeypatch, kind, variable):

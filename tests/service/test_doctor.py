@@ -345,6 +345,16 @@ def test_doctor_accepts_a_database_that_does_not_exist_yet(tmp_path):
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize(("kind", "verdicts"), [("nfs4", ["warning", "ok"]), ("ext4", ["ok"])])
+def test_doctor_warns_of_a_database_file_on_a_network_file_system(tmp_path, monkeypatch, kind, verdicts):
+    (tmp_path / "a b").mkdir()
+    mounts = tmp_path / "mounts"
+    at = str(tmp_path / "a b").replace(" ", "\\040")
+    mounts.write_text(f"overlay / overlay rw 0 0\nserver:/x {at} {kind} rw 0 0\ntmpfs {at}/c tmpfs rw 0 0\n")
+    monkeypatch.setattr(doctor, "MOUNTS", mounts)
+    assert [each.verdict for each in doctor.database(Settings(home=tmp_path / "a b"))] == verdicts
+
+
 def test_doctor_accepts_an_empty_database(tmp_path):
     (tmp_path / "manta.db").touch()
     (seen,) = doctor.database(Settings(tmp_path))

@@ -36,8 +36,9 @@ def test_automatic_key_is_created_on_the_first_start_readable_by_its_user_only(s
     assert (entry.operation, entry.target, entry.user) == ("create_key", row.id, "the service")
 
 
-def test_automatic_key_is_added_to_another_database(store, home):
-    (home / "api.key").write_text("manta_from-before\n")
+@pytest.mark.parametrize("written", ["manta_from-before\n", "\ufeffmanta_from-before\r\n"], ids=["ours", "edited"])
+def test_automatic_key_is_added_to_another_database(store, home, written):
+    (home / "api.key").write_text(written)
     (home / "api.key").chmod(0o600)
     ensure_automatic(store, home)
     assert read_key(home) == "manta_from-before" and row_of(store, "manta_from-before").installation

@@ -124,6 +124,14 @@ def test_tls_is_the_services_own_or_that_of_a_proxy():
         Settings.from_environment({"MANTA_TLS_CERT": "/a/cert.pem"})
 
 
+@pytest.mark.parametrize(("text", "prefix"), [("", ""), ("/", ""), ("/manta/", "/manta"), ("/a.b/c", "/a.b/c")])
+def test_path_prefix_is_a_path_without_a_slash_at_its_end(text, prefix):
+    assert Settings.from_environment({"MANTA_PATH_PREFIX": text}).path_prefix == prefix
+    for wrong in ("manta", "/a//b", "/..", "/a b", "https://manta.example.org/manta"):
+        with pytest.raises(InvalidSetting, match=r"MANTA_PATH_PREFIX is .*; it takes a path such as /manta"):
+            Settings.from_environment({"MANTA_PATH_PREFIX": wrong})
+
+
 def test_trusted_proxies_setting_accepts_addresses_and_networks():
     named = Settings.from_environment({"MANTA_TRUSTED_PROXIES": "10.0.0.0/8, ::1,127.0.0.1"})
     assert named.trusted_proxies == ("10.0.0.0/8", "::1", "127.0.0.1")

@@ -3,11 +3,12 @@
 import os
 import stat
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from manta.workers import paths
-from manta.workers.paths import Paths, UnsafePath, safe_name, zygote_socket
+from manta.workers.paths import NoHomeFolder, Paths, UnsafePath, safe_name, zygote_socket
 
 
 @pytest.fixture
@@ -16,6 +17,12 @@ def ours(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "SHARED_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     return Paths.of(tmp_path / "home")
+
+
+def test_home_of_a_user_without_a_home_folder_is_one_sentence(monkeypatch):
+    monkeypatch.setattr(Path, "expanduser", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    with pytest.raises(NoHomeFolder, match=r"~/\.manta: this user has no home folder: set MANTA_HOME"):
+        Paths.of("~/.manta")
 
 
 def mode(folder):

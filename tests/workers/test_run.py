@@ -97,6 +97,14 @@ def test_unwritable_checkpoint_folder_is_refused_before_the_first_step(tmp_path)
     assert [*(tmp_path / "new" / "folder").iterdir()] == [], "nothing stays of trying"
 
 
+def test_second_run_that_saves_to_the_same_checkpoint_folder_is_refused(tmp_path):
+    is_refused = pytest.raises(CheckpointError, match=f"another run is saving to {tmp_path / 'new'}")
+    with standalone.alone_in(tmp_path / "new"), is_refused, standalone.alone_in(tmp_path / "new"):
+        pass
+    with standalone.alone_in(tmp_path / "new"), standalone.alone_in(tmp_path / "other"):
+        pass
+
+
 def test_torch_is_loaded_only_for_a_job_that_is_valid():
     """Its import takes seconds."""
     loaded = [sys.executable, "-c", "import sys, manta.workers.run; print(*sys.modules)"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,11 @@ from manta.workers.data.rows import kind_of
 from manta.workers.errors import DataError
 
 ANSWERER = "assistant"
-_SHAREGPT_ROLES = {"human": "user", "gpt": ANSWERER, "bot": ANSWERER}
+_SHAREGPT_ROLES = {
+    "human": "user", "gpt": ANSWERER, "chatgpt": ANSWERER, "bot": ANSWERER, "model": ANSWERER, "observation": "tool",
+}  # fmt: skip
+_SHAREGPT_CALL = "function_call"
+"""Who speaks when the assistant calls a function."""
 _SYSTEM = ("system", "system_prompt")
 """Columns for what the system says first."""
 _FOR_TEMPLATE = ("tools", "documents")
@@ -37,6 +42,10 @@ _WRITTEN = (
 """Fields of a message that are part of what is said."""
 _WHETHER_LEARNED = ("weight", "train")
 """Fields of a message that say whether it is learned: 0 or 1 in OpenAI's format, or a boolean."""
+_NO_MESSAGES = (
+    "a conversation is a list of messages; write a prompt and its answer as "
+    '[{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]'
+)
 _ELSEWHERE = "\ufdd2"
 """Stands for an answer where its place is looked for: a noncharacter of Unicode."""
 
@@ -59,7 +68,8 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
     """The conversation of a row, whose messages are at `key`. Raises DataError."""
     if key not in row:
         there = ", ".join(map(repr, list(row)[:10])) or "none"
-        raise DataError(f"{where}: no key {key!r}, only {there}: set data.text_key")
+        what = "set data.text_key" if any(isinstance(value, list) for value in row.values()) else _NO_MESSAGES
+        raise DataError(f"{where}: no key {key!r}, only {there}: {what}")
     content = [] if row[key] is None else row[key]
     if not isinstance(content, list):
         raise DataError(f"{where}: {key!r} holds {kind_of(content)}, not a list of messages")
@@ -81,8 +91,20 @@ def conversation_in(row: Mapping[str, Any], key: str, where: str) -> Conversatio
 
 
 def as_text(conversation: Conversation, template: ChatTemplate, answers_only: bool) -> tuple[str, tuple[Span, ...]]:
-    """The conversation's text, and the parts of it that are to be learned: the answers, if any, or everything. Raises
+    """The conversation's text, and the parts of it that are to be learned: the answers, if any, or everything. The
+    template gets arguments of tool calls as objects, or, if it rejects these, as they are in the file. Raises
     DataError."""
+    messages = [_with_objects(message) for message in conversation.messages]
+    try:
+        return _as_text(replace(conversation, messages=messages), template, answers_only)
+    except DataError:
+        if messages != conversation.messages:
+            with suppress(DataError):
+                return _as_text(conversation, template, answers_only)
+        raise
+
+
+def _as_text(conversation: Conversation, template: ChatTemplate, answers_only: bool) -> tuple[str, tuple[Span, ...]]:
     if not conversation.messages:
         return "", ()
     _refuse_unwritten(conversation, template)
@@ -114,6 +136,8 @@ def _message(document: Any, where: str) -> dict[str, Any]:
         message["role"] = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
         if "value" in message:
             message["content"] = message.pop("value")
+        if speaker == _SHAREGPT_CALL:
+            message |= {"role": ANSWERER, "tool_calls": _calls(message.pop("content", None), where)}
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise DataError(f"{where} has no 'role'" if role is None else f"{where}: 'role' is {kind_of(role)}, not text")
@@ -123,6 +147,33 @@ def _message(document: Any, where: str) -> dict[str, Any]:
     if any(character in message["content"] for character in (START, STOP, _ELSEWHERE)):
         raise DataError(f"{where} ({role}): 'content' holds one of U+FDD0 to U+FDD2, which are not characters")
     return message
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """The functions that a message of ShareGPT's calls, in OpenAI's form."""
+    calls = _objects(f"[{value}]" if str(value).lstrip().startswith("{") else value, f"{where} ({_SHAREGPT_CALL})")
+    if not calls or not all(isinstance(call.get("name"), str) for call in calls):
+        raise DataError(f"{where} ({_SHAREGPT_CALL}): 'value' names no function")
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have objects as arguments, which OpenAI's format has as JSON text."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_object(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    with suppress(ValueError, RecursionError):
+        arguments = json.loads(function["arguments"])
+        if isinstance(arguments, dict):
+            return call | {"function": function | {"arguments": arguments}}
+    return call
 
 
 def _text_of(content: Any, where: str) -> str:

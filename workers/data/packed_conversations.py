@@ -67,8 +67,8 @@ class PackedConversations:
         training = self._training * self._length
         if not training:
             raise DataError(
-                f"no conversation for training in {self._name}: none has an answer within its first {self._length} "
-                "tokens (model.sequence_length), or all are held out"
+                f"no conversation for training in {self._name}: none has an answer (by the role assistant) within "
+                f"its first {self._length} tokens (model.sequence_length), or all are held out"
             )
         if spec.train.validate_every and spec.data.validation_fraction and self._training == len(self._ends):
             off = "data.validation_fraction: 0" if spec.data.validation else "train.validate_every: 0"

@@ -7,6 +7,7 @@ import contextlib
 import gzip
 import json
 import zlib
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -57,6 +58,8 @@ def _json(line: bytes, where: str) -> Any:
     try:
         return json.loads(line)
     except UnicodeDecodeError as error:
+        if line.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            raise DataError(f"{where}: UTF-16, and only UTF-8 is read: convert the file") from error
         raise DataError(f"{where}: not UTF-8 ({error.reason} at byte {error.start} of the line)") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not valid JSON ({' '.join(str(error).split())})") from error

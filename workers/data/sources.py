@@ -225,8 +225,19 @@ def _datasets_at(name: str) -> list[CorpusFile]:
     return files
 
 
+_TAKEN_LITERALLY = (
+    ("*", " (patterns are not expanded: name the folder)"),
+    ("/~", " (~ is not expanded: write the whole path)"),
+    ("$", " (variables are not expanded: write the whole path)"),
+)
+
+
 def _files_at(path: Path, source: str) -> list[CorpusFile]:
     if path.is_dir():
+        if source != "text" and any(any(path.glob(name)) for name in ("*.arrow", "*/dataset_info.json")):
+            raise DataError(
+                f"{path} holds Arrow files, which are not read: write the data set with to_parquet or to_json"
+            )
         left_out, otherwise = frozenset({"__pycache__"}), OTHERWISE.get(source, frozenset())
         files = _files_below(path, SUFFIXES[source], left_out) or _files_below(path, otherwise, left_out)
         if not files:
@@ -234,7 +245,8 @@ def _files_at(path: Path, source: str) -> list[CorpusFile]:
             raise DataError(f"no {source} file below {path} (looked for {wanted})")
         return files
     if not path.exists():
-        raise DataError(f"no such file or directory: {path}")
+        literally = next((why for mark, why in _TAKEN_LITERALLY if mark in str(path)), "")
+        raise DataError(f"no such file or directory: {path}{literally}")
     if not path.is_file():
         raise DataError(f"not a regular file: {path}")
     _refuse_compressed(path, _NOT_READ if source in OTHERWISE else _NOT_READ | COMPRESSED)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, DataConfig
-from manta.workers.data.read_errors import read_error
+from manta.workers.data.read_errors import is_there, read_error
 from manta.workers.errors import DataError
 from manta.workers.system.regular_files import read_regular
 
@@ -36,6 +36,9 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<E
 """Special tokens that are known to end a document, in order of preference."""
 MAX_BYTES = 64 * 2**20
 """Maximum size of a tokenizer.json."""
+_OTHER_FORMS = ("tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+"""Names of files with tokenizers in forms that are not read."""
+_CONVERTED = "transformers' AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) writes a tokenizer.json"
 _SAMPLE_TEXTS = (
     "One line.\nAnother one, of 12 words\n\nand (more\n\n\n#  of\r\nthem\n  indented\n\tand\nso on);\n}\nend\n",
     "Ein Satz über Größe\nétude №5\nДва слова\n日本語の文\n한국어\n\n«quoted» text\n<b>\n123\n456\n\n\n",
@@ -263,6 +266,10 @@ def content_of(path: Path) -> bytes:
             f"no tokenizer can be read from {path} ({error.strerror}): name bytes, bpe, a tokenizer.json or a folder "
             "with one, which may have to be mounted here; what a hub has is not looked up there, so download it first"
         )
+        if isinstance(error, FileNotFoundError) and path.name == FILE_NAME:
+            other = next((name for name in _OTHER_FORMS if is_there(path.with_name(name))), None)
+            if other is not None:
+                otherwise = f"{path.parent} has {other}, which is not read, and no {FILE_NAME}: {_CONVERTED}"
         raise read_error(path, error, otherwise) from error
 
 
@@ -275,7 +282,12 @@ def _parsed(content: bytes, path: str | Path) -> tokenizers.Tokenizer:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         why = " ".join(str(error).split())[:200]
-        raise DataError(f"{path} is not a tokenizer.json that the library tokenizers reads: {why}") from error
+        what = f"a tokenizer.json that the library tokenizers {library().__version__} reads"
+        what_to_do = _CONVERTED if Path(path).name in _OTHER_FORMS else "a newer release may read it"
+        raise DataError(f"{path} is not {what} ({why}): {what_to_do}") from error
+    dropout = getattr(parsed.model, "dropout", None)
+    if dropout:
+        raise DataError(f"{path}: model.dropout is {dropout:.3g}, so a text has other tokens each time: set it to null")
     parsed.no_truncation()
     parsed.no_padding()
     return parsed

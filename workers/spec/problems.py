@@ -38,7 +38,9 @@ class Problem:
     @property
     def sentence(self) -> str:
         """The problem as one sentence: path, rule and suggestion."""
-        wording = "; did you mean {}?" if self.rule == UNKNOWN_KEY else " (try: {})"
+        wording = " (try: {})"
+        if self.rule == UNKNOWN_KEY:
+            wording = "; those here are {}" if ", " in (self.suggestion or "") else "; did you mean {}?"
         tail = wording.format(self.suggestion) if self.suggestion else ""
         return f"{self.path}: {self.rule}{tail}" if self.path else f"{self.rule}{tail}"
 
@@ -313,9 +315,13 @@ def _literals_at(path: str) -> tuple[Any, ...]:
 _OTHER_NAMES = {
     **dict.fromkeys(("lr", "peak_lr"), "train.optimizer.learning_rate"),
     **dict.fromkeys(("grad_clip", "max_grad_norm"), "train.optimizer.clip_norm"),
-    **dict.fromkeys(("max_steps", "max_iters", "num_steps"), "train.steps"),
-    "batch_size": "train.global_batch_size",
-    "dtype": "train.precision",
+    **dict.fromkeys(("max_steps", "max_iters", "num_steps", "epochs", "num_train_epochs"), "train.steps"),
+    **dict.fromkeys(("batch_size", "gradient_accumulation_steps"), "train.global_batch_size"),
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "warmup_ratio": "train.optimizer.warmup_steps",
+    **dict.fromkeys(("dtype", "bf16", "fp16"), "train.precision"),
+    "model_name_or_path": "model.from",
+    **dict.fromkeys(("max_length", "max_seq_length", "cutoff_len"), "model.sequence_length"),
     **dict.fromkeys(("n_layer", "n_layers", "num_hidden_layers"), "model.layers"),
     **dict.fromkeys(("n_head", "n_heads", "num_attention_heads"), "model.heads"),
     **dict.fromkeys(("d_model", "n_embd", "dim"), "model.hidden_size"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manta.workers.config import BYTE_VOCABULARY, END_OF_TEXT, NO_TOKEN, JobSpec
+from manta.workers.data.chat_template import ChatTemplate, TemplateFailed
 from manta.workers.data.read_errors import weights_error
 from manta.workers.data.tokenizer import CHAT_FILE as CHAT
 from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
@@ -39,19 +40,35 @@ def source_config(spec: JobSpec) -> Keys | None:
 def companion_files(spec: JobSpec, dtype: str, checkpoint: Location) -> dict[str, str]:
     """Names and texts of the JSON files. `dtype`: of the weights, as torch calls it. Raises WeightsError if
     transformers has no model that computes the same."""
-    source = source_config(spec)
+    source, tokenizer = source_config(spec), _tokenizer(spec, checkpoint)
     positions, tokens = _of_source(source)
-    if source is None and (end := _end_of_documents(spec, _tokenizer(spec, checkpoint))) is not None:
+    if source is None and (end := _end_of_documents(spec, tokenizer)) is not None:
         tokens = {"eos_token_id": end[0]}
     config = huggingface_config(spec, dtype, positions) | tokens
-    generation: dict[str, Any] = {"_from_model_config": True, **tokens}
-    texts = {CONFIG: _json(config), GENERATION: _json(generation)}
+    generation = _json({"_from_model_config": True, **tokens})
     if source is not None and spec.model.from_ is not None:
         # The way to draw text from the model is as good a guess as before.
         theirs = Path(spec.model.from_) / GENERATION
         if theirs.is_file():
-            texts[GENERATION] = _content(theirs, MAX_SETTINGS_BYTES).decode(errors="replace")
-    return texts
+            generation = _content(theirs, MAX_SETTINGS_BYTES).decode(errors="replace")
+    if spec.data.source == "chat" and tokenizer is not None:
+        generation = _ending_answers(generation, tokenizer, _kept(checkpoint, CHAT))
+    return {CONFIG: _json(config), GENERATION: generation}
+
+
+def _ending_answers(generation: str, tokenizer: bytes, chat: bytes | None) -> str:
+    """The text of generation_config.json, with which generation ends also at the token that the chat template writes
+    after an answer, if that is a single one."""
+    with contextlib.suppress(DataError, TemplateFailed, ValueError, KeyError, TypeError):
+        template = ChatTemplate.of_document(json.loads(chat or b"null"))
+        said = template.render([{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}])[0]
+        tail, settings = said[said.rindex("2") + 1 :].strip(), json.loads(generation)
+        known = settings.get("eos_token_id")
+        ends = known if isinstance(known, list) else [] if known is None else [known]
+        (end,) = FileTokenizer(TOKENIZER, None, tokenizer, needs_end=False).encode([tail])[0]
+        if end not in ends:
+            return _json(settings | {"eos_token_id": [*ends, end] if ends else end})
+    return generation
 
 
 def _of_source(source: Keys | None) -> tuple[int | None, dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
 Section = dict[str, Any]
 
 CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 class Keys:
@@ -85,9 +87,7 @@ def read_config(folder: Path) -> Keys:
             raise WeightsError(f"there is no folder {folder}; if it should be there, is it mounted here?")
         values = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
     except FileNotFoundError:
-        raise WeightsError(
-            f"{folder} has no {CONFIG}: name a folder as transformers' save_pretrained writes it"
-        ) from None
+        raise WeightsError(f"{folder} has no {CONFIG}: {_what_to_name(folder)}") from None
     except OSError as error:
         raise weights_error(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -95,6 +95,21 @@ def read_config(folder: Path) -> Keys:
     if not isinstance(values, dict):
         raise WeightsError(f"{path} does not hold an object")
     return Keys(values, str(path))
+
+
+def _what_to_name(folder: Path) -> str:
+    """What to do about a folder without a config.json."""
+    if (folder / CONFIG).is_symlink():
+        return f"it is a link to {(folder / CONFIG).readlink()}, which is not there; a hub's cache needs its blobs too"
+    if (folder / ADAPTER_CONFIG).exists():
+        return "it holds an adapter; merge that into the weights that it was made for, and name the result"
+    if (folder / "params.json").exists():
+        return "it holds weights in the format of those who made them (params.json); take those for transformers"
+    with suppress(OSError):
+        below = [*folder.glob(f"*/{CONFIG}"), *folder.glob(f"snapshots/*/{CONFIG}")]
+        if below:
+            return f"there is one in {min(below).parent}"
+    return "name a folder as transformers' save_pretrained writes it"
 
 
 @dataclass(frozen=True)
@@ -279,22 +294,40 @@ def _rope(config: Keys, positions: int) -> Section:
     """`rope`, in the form of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     inner = config.inner(key) or Keys({}, config.where)
+    other = config.inner("rope_parameters") or inner
+    for name in sorted(inner.values.keys() & other.values.keys()):
+        if inner.values[name] != other.values[name]:
+            raise config.wrong(key, f"rope_parameters has another {name}, {json.dumps(other.values[name])}")
+    inner = Keys(other.values | inner.values, inner.where)
     if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:
         raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0, turning whole heads, can be computed")
     if any(isinstance(value, dict) for value in inner.values.values()):
         raise WeightsError(f"{config.where}: {key}: only positions that are the same in all layers can be computed")
     theta = inner.number("rope_theta", config.number("rope_theta", 10_000.0))
     kind = inner.get("rope_type", inner.get("type", "default"))
-    if kind == "default":
-        return {"theta": theta, "scaling": None}
-    if kind not in _SCALINGS:
+    if kind != "default" and kind not in _SCALINGS:
         name = "rope_type" if "rope_type" in inner.values else "type"
         raise inner.wrong(name, f"what can be computed: default, {', '.join(_SCALINGS)}")
+    unknown = inner.values.keys() - _ROPE_KEYS
+    if unknown:
+        raise WeightsError(
+            f"{inner.where}: {', '.join(sorted(unknown))}: not known, so what it changes is not computed"
+        )
+    if kind == "default":
+        return {"theta": theta, "scaling": None}
     factor = inner.number("factor")
     if factor < 1:
         raise inner.wrong("factor", "must be at least 1")
     length = config.integer("max_position_embeddings", positions)
     return {"theta": theta, "scaling": {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}}
+
+
+_ROPE_KEYS = {
+    "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
+    "low_freq_factor", "high_freq_factor", "truncate", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
+    "attention_factor", "max_position_embeddings", "finetuned",
+}  # fmt: skip
+"""Those that are read, or are known to change nothing."""
 
 
 def _llama3(inner: Keys, positions: int) -> Section:

@@ -57,6 +57,8 @@ class FileTensor:
     """The file's name for it."""
     shape: tuple[int, ...]
     dtype: str
+    first: int
+    """Its first byte in the file."""
 
 
 def check_weights(spec: JobSpec) -> None:
@@ -78,7 +80,13 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in _listed(folder, pattern)), None)
     if pickles is not None:
         raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
-    raise WeightsError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+    if (folder / ONE_FILE).is_symlink():
+        target = (folder / ONE_FILE).readlink()
+        raise WeightsError(
+            f"{folder / ONE_FILE} is a link to {target}, which is not there; a hub's cache needs its blobs too"
+        )
+    others = ", ".join(path.name for kind in ("*.safetensors", "*.gguf") for path in _listed(folder, kind))
+    raise WeightsError(f"{folder} has neither {ONE_FILE} nor {INDEX}" + (f", only {others}" if others else ""))
 
 
 def _is_there(path: Path) -> bool:
@@ -112,11 +120,15 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     for tensor in wanted:
         here = next((headers[name] for name in _spellings(tensor.name) if name in headers), None)
         if here is None:
-            raise WeightsError(f"{folder} has no tensor {tensor.name}, which the model of its config.json has")
+            longer = next((name for name in sorted(headers) if name.endswith(f".{tensor.name}")), None)
+            prefix = f"; {longer} is there: save the model without what precedes these names" if longer else ""
+            raise WeightsError(f"{folder} has no tensor {tensor.name}, which the model of its config.json has{prefix}")
         _check(tensor, here)
         at[tensor.name] = here
         used.add(here.name)
     tied = {"lm_head.weight"} if spec.model.tie_embeddings else set()
+    for name in headers.keys() & tied:
+        _check_tied(headers[name], at[wanted[0].name])
     unknown = sorted(name for name in headers.keys() - used - tied if not name.endswith(_BUFFERS))
     if unknown:
         names = ", nor ".join(unknown[:5]) + (f", nor {len(unknown) - 5} more" if unknown[5:] else "")
@@ -124,6 +136,28 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     return at
 
 
+def _check_tied(output: FileTensor, tokens: FileTensor) -> None:
+    """Raise WeightsError if the file's output layer, which is not read, is not the table of tokens: samples of their
+    bytes are compared."""
+    if (output.shape, output.dtype) != (tokens.shape, tokens.dtype) or _samples(output) != _samples(tokens):
+        raise WeightsError(
+            f"{output.file}: {output.name} is not {tokens.name}, but config.json says that they are one: set "
+            "tie_word_embeddings to false there to train both, or leave out the former"
+        )
+
+
+def _samples(tensor: FileTensor) -> list[bytes]:
+    """Bytes of the tensor at even distances, from its first to its last."""
+    size = math.prod(tensor.shape) * BYTES.get(tensor.dtype, 0)
+    starts = [max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1) for n in range(_SAMPLES)]
+    try:
+        with open_regular(tensor.file) as file:
+            return [os.pread(file.fileno(), _SAMPLE_BYTES, tensor.first + start) for start in starts]
+    except OSError as error:
+        raise weights_error(tensor.file, error) from error
+
+
+_SAMPLES, _SAMPLE_BYTES = 64, 64
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Endings of names of tensors that older releases of transformers saved and that are not needed."""
 
@@ -183,7 +217,9 @@ def _header(file: Path) -> Iterator[FileTensor]:
             if length > _MAX_HEADER_BYTES:
                 raise WeightsError(f"{file}: its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
             header = json.loads(stream.read(length))
-            entries = [_entry(file, name, entry) for name, entry in header.items() if name != "__metadata__"]
+            entries = [
+                _entry(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
+            ]
     except OSError as error:
         raise weights_error(file, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -195,14 +231,15 @@ def _header(file: Path) -> Iterator[FileTensor]:
         yield tensor
 
 
-def _entry(file: Path, name: str, entry: dict[str, Any]) -> tuple[FileTensor, int]:
-    """The tensor, and its end in bytes after the header. Raises ValueError and similar errors."""
+def _entry(file: Path, name: str, entry: dict[str, Any], header: int) -> tuple[FileTensor, int]:
+    """The tensor, and its end in bytes after the header, which ends after `header` bytes. Raises ValueError and similar
+    errors."""
     begin, end = entry["data_offsets"]
     shape = tuple(int(size) for size in entry["shape"])
     wide = _ALL_BYTES.get(entry["dtype"])
     if begin < 0 or min(shape, default=0) < 0 or (wide is not None and end - begin != math.prod(shape) * wide):
         raise WeightsError(f"{file}: {name} does not have as many bytes as its shape and dtype ask for")
-    return FileTensor(file, name, shape, str(entry["dtype"])), end
+    return FileTensor(file, name, shape, str(entry["dtype"]), header + begin), end
 
 
 def plan_files(tensors: Sequence[HuggingFaceTensor], dtype: str, max_bytes: int) -> dict[str, list[HuggingFaceTensor]]:

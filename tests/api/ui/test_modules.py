@@ -642,6 +642,8 @@ def test_compared_jobs_of_one_name_are_distinguished_by_id(call):
     [
         ({"path": "modle", "rule": "unknown key", "suggestion": "model"},
          "Line 2: unknown key `modle`. Did you mean `model`?"),
+        ({"path": "turbo", "rule": "unknown key", "suggestion": "name, model"},
+         "unknown key `turbo`. Those here are name, model."),
         ({"path": "train.optimizer.lr", "rule": "must be positive", "suggestion": 0.1},
          "Line 5: `train.optimizer.lr` must be positive. Try `0.1`."),
         ({"path": "data.paths.0", "rule": "must be a text", "suggestion": None},

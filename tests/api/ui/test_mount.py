@@ -12,6 +12,7 @@ from manta.api import ui
 from manta.api.app import create_app
 from manta.api.app_state import state_of
 from manta.api.security import credentials
+from manta.api.security.request_guard import BelowPrefix
 from manta.api.ui import DIGEST, FILES, document_for, mount
 from manta.service.store import Store
 from tests.api.support.keys import ADMIN, add_admin, bearer
@@ -49,6 +50,18 @@ def test_the_api_keeps_every_path_that_is_not_the_dashboards(tmp_path):
             assert (response.status_code, response.headers["content-type"]) == (404, "application/problem+json"), path
         assert http.get("/v1/jobs").json() == {"items": [], "next_cursor": None}
         assert not [path for path in http.get("/openapi.json").json()["paths"] if path.startswith("/ui") or path == "/"]
+
+
+@pytest.mark.parametrize("seen", ["", "/manta", "/manta/manta"], ids=["removed by the proxy", "kept", "twice"])
+def test_service_below_a_path_of_a_proxy_answers_there(tmp_path, seen):
+    app = served(tmp_path / "a")
+    app.add_middleware(BelowPrefix, prefix="/manta")
+    with opened(app) as http:
+        assert http.get(f"{seen}/", follow_redirects=False).headers["location"] == "/manta/ui/"
+        assert f'src="/manta/ui/static/{DIGEST}/main.js"' in http.get(f"{seen}/ui/").text
+        assert http.get(f"{seen}/v1/jobs").status_code == 200
+        refused = http.post(f"{seen}/v1/jobs", content="{}", headers={"content-type": "text/plain"})
+        assert refused.json()["code"] == "unsupported_media_type"
 
 
 def test_dashboard_is_reached_from_the_root_and_its_own_addresses(tmp_path):

@@ -212,6 +212,8 @@ def test_database_is_in_the_home_unless_a_url_is_given():
         ("postgresql://me:secret@there:port/manta", "cannot be read"),
         ("mysql://me:secret@there/manta", "begins with 'mysql', a kind of database"),
         ("postgresql+asyncpg://me:secret@there/manta", "begins with 'postgresql+asyncpg'"),
+        ("postgresql://me:secret@with@there/manta", "has an @ or # in the user's name or password"),
+        ("postgresql://me:secret#1@there/manta", "has an @ or # in the user's name or password"),
         ("postgresql://me:secret@there", "names no database"),
         ("sqlite://", "names no file"),
         ("sqlite:///:memory:", "names no file"),

@@ -216,6 +216,38 @@ def test_conversations_in_sharegpt_format_give_the_same_texts(tmp_path):
     assert [each.text for each in texts(theirs, text_key="conversations")] == [each.text for each in texts(ours)]
 
 
+SHAREGPT_CALLS = [
+    ('{"name": "f", "arguments": {"n": 1}}', ["f"]),
+    ([{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}], ["f", "g"]),
+    ("f(1)", "message 1 of 'c' (function_call) is a text that is not JSON"),
+    ("{}", "message 1 of 'c' (function_call): 'value' names no function"),
+]
+
+
+@pytest.mark.parametrize(("value", "outcome"), SHAREGPT_CALLS, ids=str)
+def test_function_calls_of_sharegpt_are_answers_that_call_tools_or_refused(value, outcome):
+    rows = [{"from": "function_call", "value": value}, {"from": "observation", "value": "1"}]
+    if isinstance(outcome, str):
+        with pytest.raises(DataError) as error:
+            conversation_in({"c": rows}, "c", "here")
+        assert str(error.value).startswith(f"here: {outcome}")
+        return
+    call, answer = conversation_in({"c": rows}, "c", "here").messages
+    assert (call["role"], answer["role"]) == ("assistant", "tool")
+    assert [each["function"]["name"] for each in call["tool_calls"]] == outcome
+
+
+ARGUMENTS = [("{{ a | tojson }}", '{"n": 1}'), ("{{ '' + a }}", '{"n":1}'), ("{{ a | items | list }}", "[('n', 1)]")]
+
+
+@pytest.mark.parametrize(("writes", "text"), ARGUMENTS, ids=["JSON", "text", "pairs"])
+def test_arguments_that_are_json_text_reach_a_template_as_it_takes_them(writes, text):
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"n":1}'}}
+    template = ChatTemplate(f"{{% set a = messages[0].tool_calls[0].function.arguments %}}{writes}")
+    row = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert as_text(conversation_in(row, "messages", "here"), template, False)[0] == text
+
+
 def test_rows_of_parquet_are_the_lines_of_jsonl(tmp_path):
     table = pyarrow.table({"id": range(len(CONVERSATIONS)), "messages": CONVERSATIONS})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
@@ -230,7 +262,8 @@ def test_rows_of_parquet_are_the_lines_of_jsonl(tmp_path):
 WRONG = [
     ('{"messages": [', "not valid JSON ("),
     ("[]", 'not an object such as {"messages": ...}'),
-    ('{"text": "a"}', "no key 'messages', only 'text': set data.text_key"),
+    ('{"text": []}', "no key 'messages', only 'text': set data.text_key"),
+    ('{"input": "a", "output": "b"}', "no key 'messages', only 'input', 'output': a conversation is a list of"),
     ('{"messages": "hello"}', "'messages' holds a text, not a list of messages"),
     ('{"messages": ["a"]}', "message 1 of 'messages' is a text, not an object with 'role' and 'content'"),
     ('{"messages": [{"content": "a"}]}', "message 1 of 'messages' has no 'role'"),

@@ -76,6 +76,7 @@ WRONG_LINES = [
     (b"{}", "no key 'text', only none"),
     (b'{"text": 3}', "'text' holds a number, not text"),
     (b'{"text": ["a"]}', "'text' holds a list, not text"),
+    ("\ufeff{}\u0a0a".encode("utf-16-le"), "UTF-16, and only UTF-8 is read: convert the file"),
     (b'{"text": "\xff"}', "not UTF-8 (invalid start byte at byte 10 of the line)"),
     (b'{"text": "ab\\ud800"}', "character 3 of the text is half of a surrogate pair"),
     (b"[" * 100_000, "not valid JSON"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,24 @@ def test_megatron_prefix_counts_beside_a_folder_of_its_name_unless_both_have_dat
     (tmp_path / "wiki" / "a.idx").write_text("index")
     with pytest.raises(DataError, match=r"wiki is a folder of indexed datasets, and .*wiki\.idx is beside it: name"):
         corpus_files(corpus)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("*.jsonl", "patterns are not expanded"), ("~/a.txt", "~ is not expanded"), ("$HOME/a", "variables are not")],
+)
+def test_path_that_a_shell_would_expand_is_said_to_be_taken_literally(tmp_path, name, why):
+    with pytest.raises(DataError, match=re.escape(f"no such file or directory: {tmp_path / name} ({why}")):
+        corpus_files(text(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "train/dataset_info.json"])
+def test_folder_of_arrow_files_is_refused_with_what_to_write(tmp_path, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match=f"{tmp_path} holds Arrow files, which are not read: .* to_parquet or"):
+        corpus_files(DataConfig(source="jsonl", paths=(str(tmp_path),)))
 
 
 @pytest.mark.parametrize("missing", ["gone.txt", "gone/below.txt"])

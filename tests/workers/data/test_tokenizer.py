@@ -134,9 +134,9 @@ def test_pointer_of_git_lfs_in_place_of_a_tokenizer_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is not a tokenizer.json that the library tokenizers reads"),
-        (b"{}", "is not a tokenizer.json that the library tokenizers reads"),
-        (b"\xff\xfe", "is not a tokenizer.json that the library tokenizers reads"),
+        (b"", "is not a tokenizer.json that the library tokenizers"),
+        (b"{}", "is not a tokenizer.json that the library tokenizers"),
+        (b"\xff\xfe", "is not a tokenizer.json that the library tokenizers"),
         (b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}', "is not a tokenizer.json"),
     ],
 )
@@ -144,6 +144,23 @@ def test_file_that_is_not_a_tokenizer_is_refused_by_name(tmp_path, content, said
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(DataError, match=rf"{tmp_path / 'bad.json'} {said}"):
         FileTokenizer(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_tokenizer_in_another_form_is_named_with_what_converts_it(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\n\x0b<unk>")
+    with pytest.raises(DataError, match=rf"{tmp_path} has {name}, which is not read, .*AutoTokenizer.*save_pretrained"):
+        open_tokenizer(DataConfig(source="text", paths=["a"], tokenizer=str(tmp_path)))
+    with pytest.raises(DataError, match=rf"{name} is not a tokenizer.json .*AutoTokenizer.*save_pretrained"):
+        FileTokenizer(tmp_path / name)
+
+
+def test_tokenizer_with_dropout_is_refused_since_its_tokens_are_random(tmp_path, file):
+    content = json.loads(Path(file).read_text())
+    content["model"]["dropout"] = 0.1
+    (tmp_path / "d.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"d\.json: model\.dropout is 0\.1, .*: set it to null"):
+        FileTokenizer(tmp_path / "d.json")
 
 
 def test_tokenizer_that_was_never_trained_is_refused(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import errno
+import re
 from typing import Any
 
 import pytest
@@ -302,3 +303,17 @@ def test_tokenizer_file_missing_here_is_accepted_if_the_vocabulary_size_is_known
 def test_a_name_that_no_file_can_have_is_a_problem_of_the_spec(tmp_path, name):
     with pytest.raises(SpecError, match=r"data.tokenizer: no tokenizer can be read from .*File name too long"):
         with_vocabulary(job(tmp_path / name, tokenizer_vocabulary=400))
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("lr", "did you mean train.optimizer.learning_rate?"),
+        ("gradient_accumulation_steps", "did you mean train.global_batch_size?"),
+        ("micro-batch-size", "did you mean train.micro_batch_size?"),
+        ("turbo", "those here are steps, global_batch_size, "),
+    ],
+)
+def test_unknown_key_is_answered_with_the_one_that_is_meant_or_all(key, meant):
+    with pytest.raises(SpecError, match=re.escape(f"train.{key}: unknown key; {meant}")):
+        spec(train={key: 1})

@@ -122,6 +122,11 @@ WRONG = [
     ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is true: biases in attention alone"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is \"dynamic\""),
     ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: this variant of yarn cannot be computed"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section: not known, so what it"),
+    (
+        {"rope_scaling": {"factor": 2.0}, "rope_parameters": {"rope_theta": 5e5, "factor": 4.0}},
+        "rope_parameters has another factor, 4.0",
+    ),
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position_embeddings is missing"),
     (
         {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
@@ -202,6 +207,30 @@ def test_file_in_place_of_a_weights_folder_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightsError, match="there is no folder"):
         read_config(tmp_path / "file")
+
+
+def a_link(folder: Path) -> None:
+    (folder / "config.json").symlink_to("../blobs/0")
+
+
+@pytest.mark.parametrize(
+    ("there", "sentence"),
+    [
+        (a_link, "it is a link to ../blobs/0, which is not there; a hub's cache needs its blobs too"),
+        ("adapter_config.json", "it holds an adapter; merge that into the weights"),
+        ("params.json", "it holds weights in the format of those who made them"),
+        ("checkpoint-200/config.json", "there is one in {}/checkpoint-200"),
+        ("snapshots/0/config.json", "there is one in {}/snapshots/0"),
+    ],
+)
+def test_folder_without_a_config_is_refused_with_what_to_name(tmp_path, there, sentence):
+    if callable(there):
+        there(tmp_path)
+    else:
+        (tmp_path / there).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / there).write_text("{}")
+    with pytest.raises(WeightsError, match=f"has no config.json: {sentence.format(tmp_path)}"):
+        read_config(tmp_path)
 
 
 BLOCKS = blocks_of("models.md")

@@ -19,11 +19,12 @@ from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import load_file, save_file
 from storage_away import away
 from their_models import saved
+from tokenizers import Tokenizer, models
 from torch import nn
 
 from manta.workers.checkpoint.catalog import Manifest
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from manta.workers.config import JobSpec
+from manta.workers.config import DataConfig, JobSpec
 from manta.workers.data.roots import DataRoots
 from manta.workers.data.tokenizer import MAX_BYTES
 from manta.workers.errors import CheckpointError, DataError, WeightsError, WeightsUnreadable
@@ -124,6 +125,29 @@ def test_weights_saved_without_an_output_layer_are_accepted(whole, copied):
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)  # the mask, as older releases saved it
 
     check_weights(spec_of(rewritten(folder, rename)))
+
+
+@pytest.mark.parametrize("row", [None, 0, 20, -1])
+def test_output_layer_that_is_not_the_embeddings_it_is_tied_to_is_refused(whole, copied, row):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["transformer.wte.weight"].clone()
+        if row is not None:
+            tensors["lm_head.weight"][row] += 1
+
+    folder = rewritten(copied(whole), change)
+    if row is None:
+        check_weights(spec_of(folder))
+    else:
+        assert "lm_head.weight is not transformer.wte.weight, but config.json says" in sentence_about(folder)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module.", "language_model."])
+def test_prefix_of_names_in_a_weights_file_is_shown(whole, copied, prefix):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[prefix + name] = tensors.pop(name)
+
+    assert f"; {prefix}transformer.wte.weight is there" in sentence_about(rewritten(copied(whole), change))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 8, 100, 3000, -1])
@@ -256,6 +280,17 @@ def test_oversized_json_file_is_not_read(whole, copied, name):
     os.truncate(folder / name, 40 * 2**30)
     with pytest.raises(WeightsError, match=rf"{name} cannot be read: it has 42949672960 bytes or more, and at most"):
         read_config(folder) if name == "config.json" else check_weights(spec)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("consolidated.safetensors", "only consolidated.safetensors"), ("q4.gguf", "only q4.gguf"), (ONE_FILE, "a link")],
+)
+def test_weights_in_another_form_or_behind_a_dangling_link_are_named(whole, copied, name, sentence):
+    folder = copied(whole)
+    (folder / ONE_FILE).unlink()
+    (folder / name).symlink_to("../blobs/0")
+    assert sentence in sentence_about(folder)
 
 
 def test_pickled_weights_are_never_read(whole, copied):
@@ -404,6 +439,31 @@ def test_exported_model_has_no_end_token_if_none_is_known(tmp_path):
         spec = JobSpec.model_validate(document(data=data, model={"family": "llama"}))
         beside = companion_files(spec, "float32", tmp_path / "checkpoints" / "step")
         assert json.loads(beside["config.json"])["eos_token_id"] is None
+
+
+@pytest.mark.parametrize(
+    ("known", "template", "ends"),
+    [
+        (None, "{{ messages[1].content }}<|im_end|>\n", 1),
+        (0, "{{ messages[1].content }}<|im_end|>", [0, 1]),
+        ([1, 0], "{{ messages[1].content }}<|im_end|>", [1, 0]),
+        (0, "{{ messages[1].content }}", 0),
+        (0, "{{ messages[1].content }}<|im_end|><|im_end|>", 0),
+    ],
+)
+def test_exported_generation_ends_also_where_the_template_ends_an_answer(
+    tmp_path, whole, copied, known, template, ends
+):
+    weights = copied(whole)
+    (weights / "generation_config.json").write_text(json.dumps({"eos_token_id": known, "temperature": 0.6}))
+    tokens = {"<|endoftext|>": 0, "<|im_end|>": 1, "a": 2}
+    tokenizer = Tokenizer(models.WordLevel(tokens, unk_token="a"))
+    tokenizer.add_special_tokens(list(tokens)[:2])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat.json").write_text(json.dumps({"template": template, "tokens": {}, "name": "t"}))
+    spec = spec_of(weights).model_copy(update={"data": DataConfig(source="chat", paths=("a",), tokenizer="gone")})
+    beside = companion_files(spec, "float32", tmp_path / "step")
+    assert json.loads(beside["generation_config.json"]) == {"eos_token_id": ends, "temperature": 0.6}
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "."])

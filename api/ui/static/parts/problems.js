@@ -19,8 +19,10 @@ export function problemList(error, text = "") {
 /** One problem as a sentence. */
 export function problemText({ path, rule, suggestion }, line) {
   const where = line === null ? "" : `Line ${line}: `;
-  if (rule === "unknown key")
-    return `${where}unknown key \`${path}\`.${suggestion ? ` Did you mean \`${suggestion}\`?` : ""}`;
+  if (rule === "unknown key") {
+    const meant = suggestion?.includes(", ") ? ` Those here are ${suggestion}.` : ` Did you mean \`${suggestion}\`?`;
+    return `${where}unknown key \`${path}\`.${suggestion ? meant : ""}`;
+  }
   const what = path ? `\`${path}\` ${rule}` : rule;
   return `${where}${sentence(what)}${suggestion ? ` Try \`${suggestion}\`.` : ""}`;
 }
