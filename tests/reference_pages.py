@@ -137,8 +137,8 @@ def job_file() -> Iterator[str]:
         "# Job file reference", "",
         "A job is a YAML or JSON file with these keys. `model`, `data` and `train.steps` are required. `manta init`",
         "writes a file to begin with, and `manta submit FILE --dry-run` checks one: an error names the key, the rule",
-        "and a value that works. A dash in the column of defaults means that the description gives the default, or that",
-        "there is none.", "",
+        "and a value that works. A dash in the column of defaults means that the description gives the default, or",
+        "that there is none.", "",
         *generated_from("the docstrings in `workers/config/`"),
     ]  # fmt: skip
     yield from sections(JobSpec)
