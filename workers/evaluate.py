@@ -40,7 +40,10 @@ def command_parser(called: str) -> argparse.ArgumentParser:
     kind.add_argument("--validation", action="store_true", help="the validation sets of the job file, one by one")
     add_template_to(parser)
     parser.add_argument(
-        "--stride", type=positive, help="with --text: tokens from one window to the next; default: a whole window"
+        "--stride",
+        type=positive,
+        metavar="N",
+        help="with --text: tokens from one window to the next; default: a whole window",
     )
     return parser
 

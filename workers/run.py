@@ -29,26 +29,38 @@ from manta.workers.storage.locations import InvalidLocation, Location, parse_loc
 def command_parser(called: str) -> argparse.ArgumentParser:
     """The parser of the command's options. `called`: its name in the help."""
     parser = argparse.ArgumentParser(prog=called, description="Train one job without the service.")
-    parser.add_argument("config", type=Path, help="the job's YAML file")
+    parser.add_argument("config", type=Path, metavar="FILE", help="the job's YAML file")
     parser.add_argument(
         "--metrics",
         type=Path,
+        metavar="FILE",
         help="append one JSON object per step to this file; a resumed run keeps the earlier steps",
     )
     parser.add_argument(
-        "--checkpoints", type=_location, help="save durable checkpoints in, and resume from, this folder or s3:// URL"
-    )
-    parser.add_argument("--cache", type=Path, help="keep tokens of corpora in this folder (default: MANTA_TOKEN_CACHE)")
-    parser.add_argument(
-        "--stop-after-step",
-        type=_step,
-        help="end after this step, as if interrupted",
+        "--checkpoints",
+        type=_location,
+        metavar="FOLDER",
+        help="save durable checkpoints in, and resume from, this folder or s3:// URL",
     )
     parser.add_argument(
-        "--trace", type=Path, help="record single steps action by action, as .json or, for Perfetto, .pftrace"
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="keep tokens of corpora in this folder (default: MANTA_TOKEN_CACHE)",
     )
-    parser.add_argument("--trace-steps", type=int, default=1, help="number of steps to record (default: 1)")
-    parser.add_argument("--trace-first-step", type=int, default=0, help="first step that may be recorded (default: 2)")
+    parser.add_argument("--stop-after-step", type=_step, metavar="N", help="end after this step, as if interrupted")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="record single steps action by action, as .json or, for Perfetto, .pftrace",
+    )
+    parser.add_argument(
+        "--trace-steps", type=int, default=1, metavar="N", help="number of steps to record (default: 1)"
+    )
+    parser.add_argument(
+        "--trace-first-step", type=int, default=0, metavar="N", help="first step that may be recorded (default: 2)"
+    )
     return parser
 
 
@@ -100,6 +112,6 @@ def _check_world(spec: JobSpec, launcher: Launcher | None) -> None:
     needed = spec.layout.world_size
     if world_size != needed:
         raise MantaError(
-            f"the layout has {needed} ranks, but {world_size} process(es) were started: use "
-            f"torchrun --nproc-per-node {needed} -m manta.workers.run CONFIG.yaml, or change parallel"
+            f"wrong number of processes ({world_size}): the layout needs {needed}; use "
+            f"torchrun --nproc-per-node {needed} -m manta.workers.run FILE, or change parallel"
         )

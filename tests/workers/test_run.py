@@ -259,7 +259,7 @@ def test_run_reports_a_file_that_is_no_mapping(tmp_path, capsys):
 def test_run_with_the_wrong_number_of_processes_says_how_to_start_it(tmp_path, capsys):
     assert run.main([str(job_file(tmp_path, parallel={"tensor": 2}))]) == 1
     error = capsys.readouterr().err
-    assert "the layout has 2 ranks, but 1 process(es) were started" in error
+    assert "wrong number of processes (1): the layout needs 2" in error
     assert "torchrun --nproc-per-node 2 -m manta.workers.run" in error
 
 
@@ -387,7 +387,7 @@ def test_run_without_a_gpu_is_refused_only_if_one_is_required(gpus):
 
 def test_run_with_more_processes_than_ranks_is_refused():
     launcher = Launcher(0, 2, 0, 2, "127.0.0.1", 1, store_is_running=False)
-    with pytest.raises(MantaError, match=r"has 1 ranks, but 2 process\(es\) were started"):
+    with pytest.raises(MantaError, match=r"wrong number of processes \(2\): the layout needs 1"):
         run._check_world(spec(), launcher)
     run._check_world(spec(parallel={"data": 2}), launcher)
 

@@ -35,8 +35,10 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
         choices=DTYPES,
         help="number format of weights and activations; default: bf16 on GPUs, otherwise fp32",
     )
-    parser.add_argument("--threads", type=positive, help="computation threads on a CPU; default: all cores")
-    parser.add_argument("--batch-size", type=positive, default=8, help="sequences at a time (default: 8)")
+    parser.add_argument(
+        "--threads", type=positive, metavar="N", help="computation threads on a CPU; default: all cores"
+    )
+    parser.add_argument("--batch-size", type=positive, metavar="N", default=8, help="sequences at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
