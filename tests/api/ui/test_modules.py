@@ -95,6 +95,22 @@ def test_dashboard_durations_are_in_readable_units(call, value, text):
     assert call("core/format.js", "duration", value) == text
 
 
+@pytest.mark.parametrize(("value", "text"), [(0, "1 s"), (9.02, "9 s"), (59.9, "60 s"), (119.7, "2 min 0 s")])
+def test_dashboard_times_left_are_whole_seconds(call, value, text):
+    assert call("core/format.js", "remaining", value) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "latest", "text"),
+    [(60, {"validation_loss": 2.0, "validation_loss_chats": 1.0}, "2.0000"), (70, {"validation_loss": None}, "–"),
+     (70, {"validation_loss": None, "validation_loss_chats": 1.5}, "1.5000 at 60"),
+     (100, {"validation_loss": 2.0}, "2.0000")],
+)  # fmt: skip
+def test_validation_loss_of_a_job_is_that_of_its_first_set_with_its_step(call, step, latest, text):
+    job = {"step": step, "steps": 100, "metrics": {"latest": latest}, "spec": {"train": {"validate_every": 30}}}
+    assert call("parts/job_header.js", "validationText", job) == text
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB"),
                         (3 * 2**40, "3.00 TiB")]
