@@ -364,6 +364,25 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
     assert shown == ["trace_2", "job_1-trace_2.pftrace"]
 
 
+def test_data_page_shows_epochs_and_preview_of_the_training_data_not_of_a_validation_set(run):
+    event = {"type": "data_prepared", "time": "2026-01-02T03:04:05Z", "message": "", "rank": 0, "step": 0}
+    corpus = {"documents": 180, "tokens": 70, "epoch_tokens": 80, "preview": [["asked ", False], ["answered", True]]}
+    held_out = {"documents": 20, "tokens": 10, "preview": [["held out", True]], "is_validation": True}
+    events = [event | {"id": n, "generation": 1, "data": data} for n, data in enumerate([corpus, held_out])]
+    figures, text, marked = run("pages/job/data.js", """async (module, items) => {
+        const job = { spec: { data: {} }, metrics: { latest: { tokens: 200 } } }, real = window.fetch;
+        const answer = { items, next_cursor: null, resume_cursor: "", seconds: {} };
+        window.fetch = async () => new Response(JSON.stringify(answer));
+        try {
+            const tab = module.create({ id: "job_1", job });
+            await tab.refresh(undefined, job, true);
+            const of = (what) => [...tab.element.querySelectorAll(what)].map((each) => each.textContent);
+            return [of("dd").slice(0, 4), of(".preview"), of("mark")];
+        } finally { window.fetch = real; }
+    }""", events)  # fmt: skip
+    assert (figures, text, marked) == (["200", "80", "2.5", "180"], ["asked answered"], ["answered"])
+
+
 def test_live_polling_backoff_restarts_after_each_answer(run):
     pauses = run("core/live.js", """async ({ Live }, outcomes) => {
         const { Unreachable } = await import(new URL("core/api.js", document.querySelector("script[type=module]").src));
