@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -358,12 +358,21 @@ async def _decided(document: Any, control: ControlPlane, threads: ReadThreads) -
     """The JobSpec in `document` with decisions on what that leaves out, and what the user wrote. Raises SpecError."""
     checked = {key: value for key, value in document.items() if key != "cluster"} if _describes(document) else document
     spec = await _checked(without_layout(checked) if leaves_layout(checked) else checked, control, threads.files)
-    written = as_written(spec) | {key: document[key] for key in LAYOUT_KEYS if key in document}
+    written = _named(as_written(spec), document) | {key: document[key] for key in LAYOUT_KEYS if key in document}
     try:
         clusters = await threads.nodes.run(lambda: clusters_for(spec, document, control))
     except SpecError as error:
         return not_decided(spec, document, error), written
     return await threads.searches.run(lambda: decide(spec, document, *clusters)), written
+
+
+def _named(written: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+    """Those keys of `written` that `document` has, without what its weights and its tokenizer filled in."""
+    both = {key: (value, document[key]) for key, value in written.items() if key in document}
+    return {
+        key: _named(value, own) if isinstance(value, dict) and isinstance(own, dict) else value
+        for key, (value, own) in both.items()
+    }
 
 
 def _describes(document: Any) -> bool:

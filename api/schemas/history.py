@@ -160,7 +160,8 @@ class Checkpoint(Answer):
     loss: Number | None = None
     """Training loss of its step; null if unknown."""
     validation_loss: Number | None = None
-    """Validation loss of its step; null if it was not measured then."""
+    """Validation loss of its step, of the first validation set if no part of the corpus is held out; null if it was not
+    measured then."""
 
 
 class Export(Answer):

@@ -143,10 +143,14 @@ def rows_at(reader: Reader, job_id: str, generation: int, steps: Collection[int]
 
 
 def losses_at(reader: Reader, job_id: str, steps: Collection[int]) -> dict[int, dict[str, float | None]]:
-    """`loss` and `validation_loss` of these steps of a job, as far as they are committed."""
-    query = select(Metric.step, Metric.loss, Metric.validation_loss)
-    rows = reader.execute(query.where(Metric.job_id == job_id, Metric.step.in_(steps)))
-    return {step: {"loss": loss, "validation_loss": validation} for step, loss, validation in rows}
+    """`loss` and `validation_loss` of these steps of a job, as far as they are committed; of a job that holds out
+    nothing of its corpus, the loss of its first validation set."""
+    query = select(Metric.step, Metric.loss, Metric.validation_loss, Metric.extra)
+    losses = {}
+    for step, loss, own, extra in reader.execute(query.where(Metric.job_id == job_id, Metric.step.in_(steps))):
+        sets = (value for name, value in extra.items() if name.startswith(metric_names.VALIDATION_LOSS))
+        losses[step] = {"loss": loss, "validation_loss": next(sets, None) if own is None else own}
+    return losses
 
 
 def _store(session: Session, job: Job, reporting: int, row: dict[str, Any], known: dict[int, Metric]) -> None:

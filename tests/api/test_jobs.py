@@ -45,7 +45,7 @@ def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
     places = [(rank["rank"], rank["pipeline"], rank["tensor"]) for rank in answer["layout"]["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert answer["plan"]["parallel"]["tensor"] == 2 and answer["plan"]["step_seconds"] > 0
-    assert "default efficiencies" in answer["plan_note"]
+    assert "default efficiency" in answer["plan_note"]
     assert service.http.get("/v1/jobs").json()["items"] == []
     assert service.control.asked == []
 
@@ -330,6 +330,8 @@ def test_a_job_that_begins_with_weights_is_stored_with_their_whole_shape(service
     )  # fmt: skip
     answer = service.http.post("/v1/jobs", json=document)
     assert answer.status_code == 201 and answer.json()["spec"]["model"] == dry
+    written = service.http.get(f"/v1/jobs/{answer.json()['id']}/spec").json()["written"]
+    assert written["model"] == document["model"], "only what the user wrote"
 
     document["model"]["layers"] = 5
     refused = service.http.post("/v1/jobs", json=document)

@@ -176,12 +176,13 @@ def test_checkpoint_list_says_why_each_is_kept(service):
 
 def test_checkpoints_have_the_losses_of_their_steps(service):
     job = service.submit()["id"]
-    service.report(job, [{"step": 5, "loss": 3.5, "validation_loss": 3.25}, {"step": 7, "loss": 3.0}])
-    for step in (5, 7, 9):
+    rows = [{"loss": 3.5, "validation_loss": 3.25}, {"loss": 3.0}, {"loss": 2.5, "validation_loss_chats": 2.75}]
+    service.report(job, [{"step": step, **row} for step, row in zip((5, 7, 8), rows, strict=True)])
+    for step in (5, 7, 8, 9):
         service.store.write(lambda session, step=step: checkpoints.begin(session, job, 1, step, f"/{step}"))
     shown = service.http.get(f"/v1/jobs/{job}/checkpoints").json()["items"]
     losses = [(each["loss"], each["validation_loss"]) for each in shown]
-    assert losses == [(None, None), (3.0, None), (3.5, 3.25)]
+    assert losses == [(None, None), (2.5, 2.75), (3.0, None), (3.5, 3.25)]
 
 
 def test_spec_of_a_job_is_shown_as_it_was_written_and_with_all_defaults(service):

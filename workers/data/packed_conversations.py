@@ -62,9 +62,21 @@ class PackedConversations:
         """Number of tokens: those of the samples, and one after the last."""
         return len(self._ends) * self._length + 1
 
+    @property
+    def training_tokens(self) -> int:
+        """Tokens of the samples for training, filler included."""
+        return self._training * self._length
+
+    def beginning(self, most: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """The first `most` tokens of the conversations end to end, and which of them are learned."""
+        count = min(most, len(self._tokens))
+        learned = self._marks.read(0, count).astype(bool)
+        learned[self._begins[self._begins < count]] = False  # nothing comes before a conversation's first token
+        return self._tokens.read(0, count), learned
+
     def split(self, spec: JobSpec) -> tuple[int, int]:
         """Tokens of the training and of the validation part. Raises DataError if there are not enough conversations."""
-        training = self._training * self._length
+        training = self.training_tokens
         if not training:
             raise DataError(
                 f"no conversation for training in {self._name}: none has an answer (by the role assistant) within "

@@ -62,6 +62,9 @@ from manta.workers.storage.locations import Location
 
 _SCAN_TOKENS = 2**24
 
+PREVIEW_TOKENS = 400
+"""Tokens of a corpus that are shown to the user."""
+
 MAX_OPEN = 256
 """Files that are open at a time."""
 
@@ -217,7 +220,7 @@ class _Tokenized:
         }
         noted = _pin(self.record, self.records, pins)
         if any(one.is_new for one in cached) or (noted and existed):
-            self._report(cached, sum(len(files) for _, files in parts), time.monotonic() - began)
+            self._report(cached, sum(len(files) for _, files in parts), time.monotonic() - began, tokenizer)
         whole = "".join([tokenizer.digest, *(one.info.digest for one in cached)])
         digest_of_all = hashlib.sha256(whole.encode()).hexdigest()
         return Corpus([one.row for one in cached], digest_of_all, tokenizer.end_of_document)
@@ -267,21 +270,43 @@ class _Tokenized:
         check_tokenizer(self.spec, tokenizer, data.tokenizer_file or f"the {data.tokenizer} tokenizer")
         return tokenizer, path
 
-    def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float) -> None:
+    def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float, tokenizer: Tokenizer) -> None:
         tokens, documents = sum(part.info.tokens for part in cached), sum(part.info.documents for part in cached)
         new = any(part.is_new for part in cached)
-        count = f"{tokens:,} tokens of {documents:,} documents in {files:,} files of {describe_corpus(self.data)}"
+        of_files = f"{files:,} file{'s' * (files != 1)} of {describe_corpus(self.data)}"
+        count = f"{tokens:,} tokens of {documents:,} documents in {of_files}"
         message = f"tokenized {count} in {seconds:.1f} s" if new else f"found {count}, tokenized before"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
+        data |= {"is_validation": self.data is not self.spec.data, "preview": _preview(cached[0].row, tokenizer)}
         without = sum(part.info.left_out for part in cached)
         if without and self.data.source != "chat":
             message += f"; {without} without text left out"
             data |= {"left_out": without}
         if self.data.source == "chat":
-            cut = sum(part.row.cut for part in cached if isinstance(part.row, PackedConversations))
-            message += f"; {without} without an answer are left out, {cut} are truncated to the sequence length"
-            data |= {"left_out": without, "cut": cut}
+            rows = [part.row for part in cached if isinstance(part.row, PackedConversations)]
+            cut = sum(row.cut for row in rows)
+            message += f"; {without} without an answer left out" if without else ""
+            message += f"; {cut} truncated to the sequence length" if cut else ""
+            data |= {"left_out": without, "cut": cut, "epoch_tokens": sum(row.training_tokens for row in rows)}
         self.watcher.report("data_prepared", message, data)
+
+
+def _preview(row: IndexedTokens | PackedConversations, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """The beginning of a corpus as the model reads it, special tokens included: texts, each with whether it is
+    learned."""
+    if isinstance(row, PackedConversations):
+        tokens, learned = row.beginning(PREVIEW_TOKENS)
+    else:
+        tokens = row.read(0, min(PREVIEW_TOKENS, len(row)))
+        learned = np.ones(len(tokens), bool)
+    if not len(tokens):
+        return []
+    pieces, written = [], ""
+    for end in [*(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(tokens)]:
+        text = tokenizer.decode(tokens[:end].tolist(), special=True)  # alone, a piece could lose a blank at its begin
+        pieces.append((text[len(written) :], bool(learned[end - 1])))
+        written = text
+    return pieces
 
 
 def _pin(record: Location | None, records: bool, pins: dict[str, str], tokenizer: Path | None = None) -> bool:

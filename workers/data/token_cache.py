@@ -327,7 +327,8 @@ class _Progress:
         self._began = self._reported_at = time.monotonic()
         progress_note = f", of which {len(done)} shards are tokenized already" if done else ""
         count = f"{len(files)} file{'' if len(files) == 1 else 's'}"
-        message = f"tokenizing {count} ({self._all / 1e6:.1f} MB) of {self._where}{progress_note}"
+        size = f"{self._all / 1e6:.1f} MB" if self._all >= 1e5 else f"{self._all / 1e3:.1f} kB"
+        message = f"tokenizing {count} ({size}) of {self._where}{progress_note}"
         watcher.report("data_preparing", message, {"files": len(files), "bytes": self._all})
 
     def note(self, counts: Counts) -> None:

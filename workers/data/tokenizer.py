@@ -77,8 +77,8 @@ class Tokenizer(Protocol):
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Spans]) -> Sequence[tuple[Sequence[int], Marks]]:
         """For each text the ids of its tokens, and which of these contain a character of its `spans`."""
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without that of special tokens."""
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """The text of token ids; that of special tokens only if `special`."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class ByteTokenizer:
             encoded.append((content, marks))
         return encoded
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """Invalid UTF-8, such as half a character at the end, is shown as a replacement character."""
         return bytes(token for token in tokens if token < BYTE_VOCABULARY).decode(errors="replace")
 
@@ -173,9 +173,9 @@ class FileTokenizer:
             encoded.append((each.ids, marks))
         return encoded
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids, without that of special tokens."""
-        return str(self._tokenizer.decode(list(tokens)))
+    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
+        """The text of token ids; that of special tokens only if `special`."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     def text_of(self, token: int) -> str:
         """The name of a token in the file."""

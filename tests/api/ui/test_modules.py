@@ -95,6 +95,22 @@ def test_dashboard_durations_are_in_readable_units(call, value, text):
     assert call("core/format.js", "duration", value) == text
 
 
+@pytest.mark.parametrize(("value", "text"), [(0, "1 s"), (9.02, "9 s"), (59.9, "60 s"), (119.7, "2 min 0 s")])
+def test_dashboard_times_left_are_whole_seconds(call, value, text):
+    assert call("core/format.js", "remaining", value) == text
+
+
+@pytest.mark.parametrize(
+    ("step", "latest", "text"),
+    [(60, {"validation_loss": 2.0, "validation_loss_chats": 1.0}, "2.0000"), (70, {"validation_loss": None}, "–"),
+     (70, {"validation_loss": None, "validation_loss_chats": 1.5}, "1.5000 at 60"),
+     (100, {"validation_loss": 2.0}, "2.0000")],
+)  # fmt: skip
+def test_validation_loss_of_a_job_is_that_of_its_first_set_with_its_step(call, step, latest, text):
+    job = {"step": step, "steps": 100, "metrics": {"latest": latest}, "spec": {"train": {"validate_every": 30}}}
+    assert call("parts/job_header.js", "validationText", job) == text
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(None, "–"), (0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (80 * 2**30, "80.0 GiB"),
                         (3 * 2**40, "3.00 TiB")]
@@ -346,6 +362,25 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
         } finally { window.fetch = real; tab.close(); }
     }""", trace)  # fmt: skip
     assert shown == ["trace_2", "job_1-trace_2.pftrace"]
+
+
+def test_data_page_shows_epochs_and_preview_of_the_training_data_not_of_a_validation_set(run):
+    event = {"type": "data_prepared", "time": "2026-01-02T03:04:05Z", "message": "", "rank": 0, "step": 0}
+    corpus = {"documents": 180, "tokens": 70, "epoch_tokens": 80, "preview": [["asked ", False], ["answered", True]]}
+    held_out = {"documents": 20, "tokens": 10, "preview": [["held out", True]], "is_validation": True}
+    events = [event | {"id": n, "generation": 1, "data": data} for n, data in enumerate([corpus, held_out])]
+    figures, text, marked = run("pages/job/data.js", """async (module, items) => {
+        const job = { spec: { data: {} }, metrics: { latest: { tokens: 200 } } }, real = window.fetch;
+        const answer = { items, next_cursor: null, resume_cursor: "", seconds: {} };
+        window.fetch = async () => new Response(JSON.stringify(answer));
+        try {
+            const tab = module.create({ id: "job_1", job });
+            await tab.refresh(undefined, job, true);
+            const of = (what) => [...tab.element.querySelectorAll(what)].map((each) => each.textContent);
+            return [of("dd").slice(0, 4), of(".preview"), of("mark")];
+        } finally { window.fetch = real; }
+    }""", events)  # fmt: skip
+    assert (figures, text, marked) == (["200", "80", "2.5", "180"], ["asked answered"], ["answered"])
 
 
 def test_live_polling_backoff_restarts_after_each_answer(run):

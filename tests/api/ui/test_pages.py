@@ -82,7 +82,7 @@ def test_dashboard_lists_fit_the_window_with_even_rows(viewer):
             "rows => rows.map(row => [row.offsetHeight, row.querySelector('.why-short').innerText])"
         )
         assert len({height for height, why in heights if not why}) == 1
-        assert max(height for height, _ in heights) <= 75, "a reason has two lines at most"
+        assert max(height for height, _ in heights) <= 92, "a reason has three lines at most"
     page.goto(viewer.sample.page(f"jobs/{viewer.sample.job}/checkpoints"))
     expect(page.locator(".checkpoints tbody tr")).to_have_count(3)
     heights = "row => new Set([...row.cells].map(cell => cell.getBoundingClientRect().height)).size"

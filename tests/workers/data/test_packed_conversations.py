@@ -111,8 +111,22 @@ def test_conversation_longer_than_a_sample_is_cut_or_left_out_if_no_answer_remai
     assert sorted(read_back(batches, batches.order.parts[0].windows)) == sorted(conversations_in(folder, chats[:2]))
     kind, message, data = watcher.said[-1]
     assert kind == "data_prepared"
-    assert message.endswith("; 1 without an answer are left out, 2 are truncated to the sequence length")
+    assert message.endswith("; 1 without an answer left out; 2 truncated to the sequence length")
     assert (data["documents"], data["left_out"], data["cut"]) == (3, 1, 2)
+    assert (data["epoch_tokens"], data["is_validation"]) == (2 * LENGTH, False)
+
+
+def test_preview_of_a_corpus_has_its_text_as_the_model_reads_it_with_answers_marked(tmp_path, folder):
+    chats = [said("Tschüss?", " é yes"), said("more")] * 2
+    path, other = (chat_file(tmp_path / name, chats) for name in ("a.jsonl", "b.jsonl"))
+    train, watcher = {"validate_every": 1, "global_batch_size": 1, "micro_batch_size": 1}, RecordingWatcher()
+    data = {"validation": [{"name": "other", "paths": [str(other)]}]}
+    batches_of(job([path], folder, data=data, train=train), tmp_path, watcher=watcher)
+    both = [data for kind, _, data in watcher.said if kind == "data_prepared"]
+    assert [data["is_validation"] for data in both] == [False, True]
+    for data in both:
+        assert [text for text, learned in data["preview"] if learned] == ["<think>\n\n</think>\n\n é yes<|im_end|>"] * 2
+        assert "".join(text for text, _ in data["preview"]).count("user\nTschüss?<|im_end|>\n<|im_start|>assistant") == 2
 
 
 def test_packed_conversations_attend_to_each_other_only_if_documents_is_together(tmp_path, folder):

@@ -314,7 +314,7 @@ def test_job_finds_the_tokens_that_the_command_made(config, tmp_path, capsys):
     assert run(config, tmp_path) == 0
     lines = capsys.readouterr().out.splitlines()
     count = len(plain_tokens(tmp_path / "tokenizer.json", TEXT[:80]))
-    assert lines[0].startswith("tokenizing 2 files (0.0 MB) of ")
+    assert lines[0].startswith("tokenizing 2 files (")
     assert lines[-1].startswith(f"{count} tokens are in {tmp_path / 'cache'} (")
 
     class NothingToDo(Watcher):

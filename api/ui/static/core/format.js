@@ -129,6 +129,12 @@ export function duration(value) {
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;
 }
 
+/** Seconds that are left, which are estimates: whole ones. */
+export function remaining(value) {
+  const seconds = numberOf(value);
+  return seconds < 60 ? `${Math.max(1, Math.round(seconds))} s` : duration(seconds);
+}
+
 /** How long ago a moment was, coarse enough not to change every second. */
 export function age(moment, now = Date.now()) {
   if (!moment) return UNKNOWN;
@@ -225,6 +231,15 @@ export function why(job) {
   const start = startsIn(job.queue.expected_start_seconds);
   const place = `position ${job.queue.position} in the queue${start ? `, expected to start ${start}` : ""}`;
   return job.message ? `${place}: ${job.message}` : place;
+}
+
+/**
+ * The newest validation loss among a job's `latest` metrics, as in REST: of the held-out part of its corpus or, where
+ * nothing is held out, of its first validation set. Null where none was measured.
+ */
+export function validationLoss(latest) {
+  const measured = Object.keys(latest).filter((name) => name.startsWith("validation_loss") && latest[name] !== null);
+  return latest.validation_loss ?? latest[measured[0]] ?? null;
 }
 
 /** When a queued job starts, as the end of a sentence; empty where nobody knows. */

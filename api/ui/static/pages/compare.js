@@ -5,7 +5,7 @@ import { LineChart } from "../charts/line_chart.js";
 import { seriesColor } from "../charts/colors.js";
 import { get, optional } from "../core/api.js";
 import { fill, h, panel, setText, setVisible, table } from "../core/dom.js";
-import { duration, layout, number, numberOf, percent } from "../core/format.js";
+import { duration, layout, number, numberOf, percent, validationLoss } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { fillMenu, menu } from "../core/menu.js";
 import { notify } from "../core/notices.js";
@@ -15,7 +15,7 @@ import { CHARTS, chartControls, groupOf } from "../parts/job_charts.js";
 import { JobCurves, identical, lostInWords } from "../parts/curves.js";
 
 const MOST = 10;
-const MOST_BESIDE = 3; // jobs whose two tables have room beside each other
+const MOST_BESIDE = 2; // jobs whose two tables have room beside each other
 const SECONDS = 3;
 const SHARED = ["tokens", "time"];
 
@@ -211,7 +211,7 @@ class ComparePage {
       return;
     }
     const { element, body } = table(["Field", ...names], { label: "Differences" });
-    const rows = differences(jobs.map((job) => ({ ...job.spec, name: undefined })));
+    const rows = differences(jobs.map((job) => ({ ...job.spec, name: undefined, labels: undefined })));
     fill(
       body,
       rows.map(([path, ...values]) =>
@@ -239,8 +239,8 @@ const FIGURES = [
   ["Train loss", (job) => number(job.metrics.latest.loss, 4), (job) => job.metrics.latest.loss, -1],
   [
     "Validation loss",
-    (job) => number(job.metrics.latest.validation_loss, 4),
-    (job) => job.metrics.latest.validation_loss,
+    (job) => number(validationLoss(job.metrics.latest), 4),
+    (job) => validationLoss(job.metrics.latest),
     -1,
   ],
   ["Tokens/s", (job) => number(job.metrics.mean.tokens_per_second), (job) => job.metrics.mean.tokens_per_second, 1],

@@ -12,8 +12,10 @@ import {
   number,
   numberOf,
   percent,
+  remaining,
   stateTone,
   utc,
+  validationLoss,
   why,
 } from "../core/format.js";
 import { Live } from "../core/live.js";
@@ -34,7 +36,7 @@ const COLUMNS = [
   ["state", "State", "state"],
   ["progress", "Progress", "step"],
   ["loss", "Loss", "loss"],
-  ["validation", "Validation", null, (job) => number(job.metrics.latest.validation_loss, 4)],
+  ["validation", "Validation", null, (job) => number(validationLoss(job.metrics.latest), 4)],
   ["tokens-s", "Tokens/s", null, (job) => number(job.metrics.mean.tokens_per_second)],
   ["mfu", "MFU", null, (job) => percent(job.metrics.mean.mfu_full)],
   ["goodput", "Goodput", null, (job) => percent(job.goodput)],
@@ -317,7 +319,7 @@ class JobLine {
     setText(this.why, shortReason(reason));
     setAttribute(this.why, "title", reason || null);
     setText(this.step, `${number(job.step)} / ${number(job.steps)}`);
-    setText(this.left, job.eta_seconds === null ? "" : `${duration(job.eta_seconds)} left`);
+    setText(this.left, job.eta_seconds === null ? "" : `${remaining(job.eta_seconds)} left`);
     this.bar.show(job.steps > 0 ? Math.min(1, job.step / job.steps) : 0, stateTone(job.state));
     setText(this.loss, number(latest.loss, 4));
     CHOSEN.forEach(([name, , , text], place) => {
@@ -338,7 +340,7 @@ function ownerText(job) {
   return [job.owner, ...labels].filter(Boolean).join(" ") || UNKNOWN;
 }
 
-/** A reason that fits on two lines: of paths, their last part. */
+/** A reason that fits on a few lines: of paths, their last part. */
 export function shortReason(text) {
   return text.split("\n")[0].replace(/(^|[\s(])\/[^\s,:]*\/([^\s\/,:]+)/g, "$1$2");
 }

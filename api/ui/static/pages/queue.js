@@ -2,7 +2,7 @@
 
 import { all, get, optional } from "../core/api.js";
 import { KeyedRows, emptyNote, fill, h, marked, panel, setText, setVisible, table } from "../core/dom.js";
-import { ago, counted, duration, layout, number, startsIn } from "../core/format.js";
+import { ago, counted, layout, number, remaining, startsIn } from "../core/format.js";
 import { Live } from "../core/live.js";
 import { link } from "../core/router.js";
 import { clusterText } from "../parts/cluster_text.js";
@@ -20,18 +20,18 @@ export async function open(root, { shell }) {
   const queue = jobTable("Queued jobs", "No queued jobs.", [
     ["Position", "number", (job) => number(job.queue.position)],
     ["Job", "", null],
-    [LAYOUT, "number", (job) => layout(job.parallel)],
-    ["Priority", "number", (job) => number(job.spec.priority)],
+    [LAYOUT, "number c-seldom", (job) => layout(job.parallel)],
+    ["Priority", "number c-seldom", (job) => number(job.spec.priority)],
     ["Why it waits", "message", (job) => job.message ?? "waits for the jobs ahead of it"],
     ["Expected start", "number", (job) => startsIn(job.queue.expected_start_seconds) || "unknown"],
-    ["Submitted", "number", (job) => ago(job.created_at)],
+    ["Submitted", "number c-seldom", (job) => ago(job.created_at)],
   ]);
   const holders = jobTable("Running jobs", "No running jobs.", [
     ["Job", "", null],
     ["State", "", (job) => job.state],
-    [LAYOUT, "number", (job) => layout(job.parallel)],
+    [LAYOUT, "number c-seldom", (job) => layout(job.parallel)],
     ["Slots or GPUs", "number", (job) => number(job.parallel.world_size)],
-    ["Remaining", "number", (job) => duration(job.eta_seconds)],
+    ["Remaining", "number", (job) => remaining(job.eta_seconds)],
   ]);
   waiting.body.append(queue.element);
   running.body.append(holders.element);
@@ -70,11 +70,14 @@ export function inTurn(queued) {
   return [...queued].sort((one, other) => position(one) - position(other));
 }
 
-/** A table of jobs; `columns` are `[heading, class, text(job)]`, and null for the job's name. `{element, show(jobs)}`. */
+/**
+ * A table of jobs; `columns` are `[heading, class, text(job)]`, and null for the job's name; those of class `c-seldom`
+ * are left out on a phone. `{element, show(jobs)}`.
+ */
 function jobTable(label, nobody, columns) {
   const { element, body } = table(
     columns.map(([heading]) => heading),
-    { label },
+    { label, columns: columns.map(([, classes]) => (classes.includes("c-seldom") ? "seldom" : null)) },
   );
   const none = emptyNote(nobody);
   const row = (first) => {

@@ -24,7 +24,7 @@ export function budgetTable() {
       fill(
         element,
         large.map((part) => rowOf(part, planned.get(part.name), budget.step_seconds)),
-        names ? h("p", { class: "note" }, `None measurable: ${names}.`) : null,
+        names ? h("p", { class: "note" }, `Below ${percent(LEAST_SHARE, 2)}: ${names}.`) : null,
       );
     },
   };

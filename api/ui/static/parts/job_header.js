@@ -1,7 +1,7 @@
 /** The head of a job's page: name, state, what can be done, progress and the figures that matter. */
 
 import { badge, bar, h, setAttribute, setText, setVisible } from "../core/dom.js";
-import { UNKNOWN, duration, layout, number, percent, stateTone, why } from "../core/format.js";
+import { UNKNOWN, duration, layout, number, percent, remaining, stateTone, validationLoss, why } from "../core/format.js";
 import { may } from "../core/shell.js";
 import { ACTIONS, run } from "./actions.js";
 
@@ -9,7 +9,7 @@ const OVER = ["SUCCEEDED", "FAILED", "CANCELLED"];
 const MEAN = "Over the last 20 steps, or the whole run of a job that is over, without the first step after each start.";
 const FIGURES = [
   ["Train loss", (job) => number(job.metrics.latest.loss, 4)],
-  ["Validation loss", (job) => validationText(job), "Of the newest step at which it was measured."],
+  ["Validation loss", (job) => validationText(job), "Of the newest step at which it was measured; of the first validation set if no part of the corpus is held out."],
   ["Tokens/s", (job) => number(job.metrics.mean.tokens_per_second), `Mean. ${MEAN}`],
   [
     "MFU",
@@ -131,13 +131,13 @@ function sentenceAndPrinted(reason) {
 /** Where a job is, in one line. */
 function progressText(job) {
   const text = `step ${number(job.step)} of ${number(job.steps)}`;
-  return job.eta_seconds === null ? text : `${text}, about ${duration(job.eta_seconds)} to go`;
+  return job.eta_seconds === null ? text : `${text}, about ${remaining(job.eta_seconds)} to go`;
 }
 
 /** The newest validation loss, and its step where that is not the newest one. */
-function validationText(job) {
-  const text = number(job.metrics.latest.validation_loss, 4);
+export function validationText(job) {
+  const text = number(validationLoss(job.metrics.latest), 4);
   const every = job.spec.train?.validate_every;
-  if (text === UNKNOWN || !every || job.step % every === 0) return text;
+  if (text === UNKNOWN || !every || job.step % every === 0 || job.step === job.steps) return text;
   return `${text} at ${number(job.step - (job.step % every))}`;
 }

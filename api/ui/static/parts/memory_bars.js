@@ -19,11 +19,16 @@ export function memoryBars() {
       fill(
         element,
         h("p", { class: "note" }, key),
-        usable ? h("p", { class: "note" }, `A device has ${bytes(usable)} for them.`) : null,
+        usable ? h("p", { class: "note" }, deviceText(usable, most)) : null,
         rows.map(([name, memory, own]) => line(name, memory, most, own ?? usable)),
       );
     },
   };
+}
+
+function deviceText(usable, most) {
+  const scale = most < usable ? " The bars are relative to the largest one." : "";
+  return `A device has ${bytes(usable)} for them.${scale}`;
 }
 
 function mark(place) {

@@ -141,8 +141,9 @@ class StepTab {
     setVisible(this.noBudget, !known);
     setVisible(this.budget.element, known);
     if (!budget?.parts?.length) return;
-    const mfu = job.metrics.latest.mfu_full;
-    setText(this.budgetNote, `${duration(budget.step_seconds)} a step, MFU ${percent(mfu)}; ${sourceOf(budget)}`);
+    const ideal = budget.parts.find((part) => part.name === "arithmetic");
+    const mfu = ideal ? `, MFU ${percent(ideal.seconds / budget.step_seconds)}` : "";
+    setText(this.budgetNote, `${duration(budget.step_seconds)} per step${mfu}; ${sourceOf(budget)}`);
     this.budget.show(budget);
   }
 
