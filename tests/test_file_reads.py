@@ -48,6 +48,7 @@ SAFE = {
     """,
     "a folder, which is opened to be locked or synced": """
         workers/node/folders.py:keep
+        workers/standalone.py:alone_in
         workers/storage/files.py:write_atomically
         workers/weights/export.py:_locked
         workers/weights/export.py:_sync
@@ -59,6 +60,7 @@ SAFE = {
     "a file of the kernel, of the container or of the installation": """
         api/ui/__init__.py:_read
         service/cluster/processes.py:start_of
+        service/doctor.py:_file_system_of
         service/doctor.py:driver_version
         workers/checkpoint/upload_process.py:_leave
         workers/node/notice_sources.py:_node

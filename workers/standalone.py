@@ -192,7 +192,7 @@ def alone_in(checkpoints: Location | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # whoever reads the folder, or writes to it, finds out what is wrong with it
             checkpoints.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(checkpoints, os.O_RDONLY)
+            descriptor = os.open(checkpoints, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
