@@ -180,7 +180,7 @@ def test_invalid_spec_is_reported_key_by_key_with_suggestions(manta, spec_file, 
     spec_file.write_text(yaml.safe_dump(document))
     lines = manta("submit", spec_file, code=2).stderr.splitlines()
     number = {line.split(":")[0].strip(): at for at, line in enumerate(spec_file.read_text().splitlines(), start=1)}
-    assert f"{spec_file}:{number['stepps']}: train.stepps: unknown key (try: train.steps)" in lines
+    assert f"{spec_file}:{number['stepps']}: train.stepps: unknown key; did you mean train.steps?" in lines
     assert any(line.startswith(f"{spec_file}:{number['layers']}: model.layers: must be an integer") for line in lines)
     given = manta("submit", spec_file, "--set", "train.stepps=1", "--name", "no/name", code=2).stderr
     starts = [line.split(":")[0] for line in given.splitlines()]
