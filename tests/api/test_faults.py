@@ -31,7 +31,7 @@ def test_fault_reaches_the_control_plane_with_all_its_fields(service, address):
     assert response.status_code == 202
     (fault,) = service.control.faults
     assert to_json(fault) == {**wanted, "id": response.json()["id"], "seconds": 0.0, "delay": 0.0}
-    assert "hang of rank 3 in reduction of step 7" in response.json()["message"]
+    assert "hang of rank 3 in step 7 (reduction)" in response.json()["message"]
 
 
 INVALID, IMPOSSIBLE = (422, "invalid_parameter"), (409, "fault_not_possible")
@@ -73,7 +73,7 @@ def test_the_client_and_the_command_make_faults(service):
     environment = {"MANTA_URL": service.url}
     command = ["inject", job, "--fault", "kill", "--rank", "2", "--phase", "recovery"]
     done = CliRunner().invoke(app, command, env=environment)
-    assert (done.exit_code, "kill of rank 2 in recovery" in done.output) == (0, True), done.output
+    assert (done.exit_code, "kill of rank 2 at recovery" in done.output) == (0, True), done.output
     assert [(f.kind, f.rank, f.at_step, f.phase, f.seconds) for f in service.control.faults] == [
         ("slow", 1, 5, "data", 0.5),
         ("kill", 2, 0, "recovery", 0.0),

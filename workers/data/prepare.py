@@ -276,14 +276,9 @@ class _Tokenized:
         of_files = f"{files:,} file{'s' * (files != 1)} of {describe_corpus(self.data)}"
         count = f"{tokens:,} tokens of {documents:,} documents in {of_files}"
         message = f"tokenized {count} in {seconds:.1f} s" if new else f"found {count}, tokenized before"
-        data: dict[str, Any] = {
-            "seconds": round(seconds, 3),
-            "tokens": tokens,
-            "documents": documents,
-            "files": files,
-            "made": new,
-        }
-        data |= {"is_validation": self.data is not self.spec.data, "preview": _preview(cached[0].row, tokenizer)}
+        data: dict[str, Any] = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files}
+        data |= {"made": new, "is_validation": self.data is not self.spec.data}
+        data |= {"preview": _preview(cached[0].row, tokenizer)}
         without = sum(part.info.left_out for part in cached)
         if without and self.data.source != "chat":
             message += f"; {without} without text left out"

@@ -97,8 +97,8 @@ class Fault:
     @property
     def sentence(self) -> str:
         """For events and for people."""
-        where = f"in {self.phase}" if self.phase in BETWEEN_STEPS else f"in {self.phase} of step {self.at_step}"
-        return f"{self.kind} of rank {self.rank} {where} or as soon as possible after it"
+        where = f"at {self.phase}" if self.phase in BETWEEN_STEPS else f"in step {self.at_step} ({self.phase})"
+        return f"{self.kind} of rank {self.rank} {where}, or as soon as possible after it"
 
 
 @dataclass(frozen=True)

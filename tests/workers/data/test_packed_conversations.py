@@ -126,8 +126,7 @@ def test_preview_of_a_corpus_has_its_text_as_the_model_reads_it_with_answers_mar
     assert [data["is_validation"] for data in both] == [False, True]
     for data in both:
         assert [text for text, learned in data["preview"] if learned] == ["<think>\n\n</think>\n\n é yes<|im_end|>"] * 2
-        whole = "".join(text for text, _ in data["preview"])
-        assert whole.count("user\nTschüss?<|im_end|>\n<|im_start|>assistant") == 2
+        assert "".join(text for text, _ in data["preview"]).count("user\nTschüss?<|im_end|>\n<|im_start|>") == 2
 
 
 def test_packed_conversations_attend_to_each_other_only_if_documents_is_together(tmp_path, folder):

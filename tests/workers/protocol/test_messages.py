@@ -62,9 +62,9 @@ def test_launch_order_knows_layout_sizes_and_defaults_missing_ones_to_one():
 
 def test_fault_sentence_says_where_and_at_which_step_it_strikes():
     assert Fault("f", "kill", 3, 7, "reduction").sentence == (
-        "kill of rank 3 in reduction of step 7 or as soon as possible after it"
+        "kill of rank 3 in step 7 (reduction), or as soon as possible after it"
     )
-    assert Fault("f", "kill", 3, 7, "start").sentence == "kill of rank 3 in start or as soon as possible after it"
+    assert Fault("f", "kill", 3, 7, "start").sentence == "kill of rank 3 at start, or as soon as possible after it"
 
 
 def test_launch_order_without_optional_fields_gets_safe_defaults():

@@ -111,7 +111,7 @@ class PlanPage {
 
   show({ plans, rejected, note, explanation }) {
     const { element, body } = table(
-      ["Layout (t × p × d)", "Micro-batch", "Schedule", "Step time", "Tokens/s", "MFU", "Bubble", "Memory", "Days"],
+      ["Layout (t × p × d)", "Micro-batch", "Schedule", "Step time", "Tokens/s", "MFU", "Bubble", "Memory", "Whole run"],
       { label: "Plans" },
     );
     fill(
@@ -129,7 +129,7 @@ class PlanPage {
             percent(plan.mfu_full),
             percent(plan.bubble_ratio),
             bytes(plan.memory_bytes.total),
-            number(plan.hours / 24, 1),
+            duration(3600 * plan.hours),
           ].map((text) => h("td", { class: "number" }, text)),
         ),
       ),
@@ -218,7 +218,7 @@ class PlanPage {
     fill(
       this.run.body,
       [
-        `${number(run.hours / 24, 1)} days, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${counted(run.failures, "failure")}.`,
+        `${duration(3600 * run.hours)}, ${number(run.gpu_hours)} GPU hours, goodput ${percent(run.goodput)}, ${counted(run.failures, "failure")}.`,
         `Best with ${counted(run.spare_nodes, "spare node")} and a checkpoint every ${duration(run.checkpoint_seconds)}.${lost ? ` Time lost: ${lost}.` : ""}`,
         `If every failure restarted all ranks: goodput ${percent(run.goodput_with_restarts)}, ${number(run.gpu_hours_with_restarts)} GPU hours.`,
       ].map((text) => h("p", {}, text)),

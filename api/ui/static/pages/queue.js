@@ -18,7 +18,7 @@ export async function open(root, { shell }) {
   const waiting = panel("Queued jobs", { note: "in starting order" });
   const running = panel("Running jobs");
   const queue = jobTable("Queued jobs", "No queued jobs.", [
-    ["Position", "number", (job) => number(job.queue.position)],
+    ["Position", "number c-seldom", (job) => number(job.queue.position)],
     ["Job", "", null],
     [LAYOUT, "number c-seldom", (job) => layout(job.parallel)],
     ["Priority", "number c-seldom", (job) => number(job.spec.priority)],
@@ -28,7 +28,7 @@ export async function open(root, { shell }) {
   ]);
   const holders = jobTable("Running jobs", "No running jobs.", [
     ["Job", "", null],
-    ["State", "", (job) => job.state],
+    ["State", "c-seldom", (job) => job.state],
     [LAYOUT, "number c-seldom", (job) => layout(job.parallel)],
     ["Slots or GPUs", "number", (job) => number(job.parallel.world_size)],
     ["Remaining", "number", (job) => remaining(job.eta_seconds)],
