@@ -270,7 +270,8 @@ class _Tokenized:
     def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float) -> None:
         tokens, documents = sum(part.info.tokens for part in cached), sum(part.info.documents for part in cached)
         new = any(part.is_new for part in cached)
-        count = f"{tokens:,} tokens of {documents:,} documents in {files:,} files of {describe_corpus(self.data)}"
+        place = f"in {files:,} files of" if files > 1 else "in"
+        count = f"{tokens:,} tokens of {documents:,} documents {place} {describe_corpus(self.data)}"
         message = f"tokenized {count} in {seconds:.1f} s" if new else f"found {count}, tokenized before"
         data = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files, "made": new}
         without = sum(part.info.left_out for part in cached)
@@ -279,7 +280,8 @@ class _Tokenized:
             data |= {"left_out": without}
         if self.data.source == "chat":
             cut = sum(part.row.cut for part in cached if isinstance(part.row, PackedConversations))
-            message += f"; {without} without an answer are left out, {cut} are truncated to the sequence length"
+            message += f"; left out without an answer: {without}" if without else ""
+            message += f"; truncated to the sequence length: {cut}" if cut else ""
             data |= {"left_out": without, "cut": cut}
         self.watcher.report("data_prepared", message, data)
 
