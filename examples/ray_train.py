@@ -1,6 +1,6 @@
 """A job inside of Ray Train: `python examples/ray_train.py [JOB.yaml] [--storage FOLDER] [--name NAME]`.
 
-The same name and storage a second time go on where the first run ended.
+A second run with the same name and storage continues where the first one ended.
 """
 
 import argparse

@@ -35,6 +35,16 @@ def test_links_of_a_page_lead_to_files(page):
 
 
 @by_page
+def test_headings_that_links_of_a_page_lead_to_exist(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    found = [(link, to, headings(str((page.parent / link) if link else page))) for link, to in links]
+    anchors = [
+        (link, to, {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in of}) for link, to, of in found
+    ]
+    assert [(link, to) for link, to, existing in anchors if to not in existing] == []
+
+
+@by_page
 def test_python_files_that_a_page_names_exist(page):
     named = set(re.findall(r"`([\w./-]+\.py)(?:::\w+)?`", page.read_text())) - OF_OTHERS
     assert named - ENDINGS == set()

@@ -28,8 +28,8 @@ class ModelPackages:
         entrypoint = spec.model.entrypoint
         if entrypoint is None or any(self._holds(name, entrypoint) for name in self.names):
             return []
-        allowed = ", ".join(self.names) or "none is set"
-        rule = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: {allowed})"
+        allowed = ", ".join(self.names) or "not set"
+        rule = f"jobs may not use {entrypoint}: its package is not in the service's MANTA_MODEL_PACKAGES ({allowed})"
         return [Problem("model.entrypoint", rule)]
 
     @staticmethod

@@ -237,14 +237,14 @@ def test_model_of_a_listed_package_or_below_is_allowed(entrypoint):
 def test_model_of_a_package_that_is_not_listed_is_refused_by_name(entrypoint):
     (problem,) = ModelPackages(("ours", "team.public")).problems(custom(entrypoint))
     assert problem.path == "model.entrypoint"
-    expected = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: ours, team.public)"
-    assert problem.rule == expected
+    package = "its package is not in the service's MANTA_MODEL_PACKAGES (ours, team.public)"
+    assert problem.rule == f"jobs may not use {entrypoint}: {package}"
 
 
 def test_custom_models_are_refused_without_a_list_of_packages():
     assert ModelPackages().problems(job()) == []
     (problem,) = ModelPackages().problems(custom("ours:build"))
-    assert "MANTA_MODEL_PACKAGES: none is set" in problem.rule
+    assert "MANTA_MODEL_PACKAGES (not set)" in problem.rule
 
 
 @pytest.mark.parametrize(("count", "text"), [

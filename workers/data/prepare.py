@@ -273,8 +273,8 @@ class _Tokenized:
     def _report(self, cached: Sequence[_CachedPart], files: int, seconds: float, tokenizer: Tokenizer) -> None:
         tokens, documents = sum(part.info.tokens for part in cached), sum(part.info.documents for part in cached)
         new = any(part.is_new for part in cached)
-        of_files = f"{files:,} file{'s' * (files != 1)} of {describe_corpus(self.data)}"
-        count = f"{tokens:,} tokens of {documents:,} documents in {of_files}"
+        place = f"in {files:,} files of" if files > 1 else "in"
+        count = f"{tokens:,} tokens of {documents:,} documents {place} {describe_corpus(self.data)}"
         message = f"tokenized {count} in {seconds:.1f} s" if new else f"found {count}, tokenized before"
         data: dict[str, Any] = {"seconds": round(seconds, 3), "tokens": tokens, "documents": documents, "files": files}
         data |= {"made": new, "is_validation": self.data is not self.spec.data}
@@ -286,8 +286,8 @@ class _Tokenized:
         if self.data.source == "chat":
             rows = [part.row for part in cached if isinstance(part.row, PackedConversations)]
             cut = sum(row.cut for row in rows)
-            message += f"; {without} without an answer left out" if without else ""
-            message += f"; {cut} truncated to the sequence length" if cut else ""
+            message += f"; left out without an answer: {without}" if without else ""
+            message += f"; truncated to the sequence length: {cut}" if cut else ""
             data |= {"left_out": without, "cut": cut, "epoch_tokens": sum(row.training_tokens for row in rows)}
         self.watcher.report("data_prepared", message, data)
 

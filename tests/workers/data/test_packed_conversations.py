@@ -111,7 +111,7 @@ def test_conversation_longer_than_a_sample_is_cut_or_left_out_if_no_answer_remai
     assert sorted(read_back(batches, batches.order.parts[0].windows)) == sorted(conversations_in(folder, chats[:2]))
     kind, message, data = watcher.said[-1]
     assert kind == "data_prepared"
-    assert message.endswith("; 1 without an answer left out; 2 truncated to the sequence length")
+    assert message.endswith("; left out without an answer: 1; truncated to the sequence length: 2")
     assert (data["documents"], data["left_out"], data["cut"]) == (3, 1, 2)
     assert (data["epoch_tokens"], data["is_validation"]) == (2 * LENGTH, False)
 

@@ -415,10 +415,9 @@ def test_conversation_shown_in_the_page_is_valid():
 def test_a_model_is_fine_tuned_on_conversations_as_the_page_says(tmp_path):
     transformers = pytest.importorskip("transformers")
     _, trained, used = run_blocks(CHAT, tmp_path)
-    losses = [float(each) for each in re.findall(r"  loss (\S+)", trained)]
+    losses = [float(each) for each in re.findall(r"\| loss (\S+)", trained)]
     assert losses[-1] < 0.5 * losses[0]
     assert re.search(r"^conversations +20$", used, re.M)
-    assert "What comes after 41?\n" in used
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True
