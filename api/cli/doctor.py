@@ -82,7 +82,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
         return
     yield Finding("service", "ok", f"{address} responds and can run jobs")
     for node in nodes:
-        places = f"{node.free:g} of {node.total:g} free"
+        places = f"{node.free:g} of {node.total:g} slots free"
         if not node.alive:
             yield Finding(
                 "nodes", "warning", f"{node.id[:12]} ({node.address}) does not respond", "no ranks are placed on it"

@@ -151,7 +151,7 @@ def compare(
 
     The validation loss is used if all jobs that have a loss have one."""
     if bool(jobs) == bool(label):
-        raise fail("give the jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
+        raise fail("name the jobs to compare, or use --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:
         page = (
             client.jobs(labels=label, limit=MAX_COMPARED)

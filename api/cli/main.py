@@ -23,7 +23,7 @@ from manta.api.schemas import Items, JobPlan, Recovery
 from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from manta.workers.spec.problems import Problem, SpecError, describe_rule
+from manta.workers.spec.problems import OWN_RULE, Problem, SpecError, describe_rule
 
 T = TypeVar("T")
 
@@ -72,6 +72,9 @@ class MantaGroup(TyperGroup):
         as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(OWN_RULE).replace("Input should be ", "must be ")
+            raise
         except (Failed, MantaError, SpecError, KeyboardInterrupt) as error:
             failed = _as_failed(error)
             typer.echo(json.dumps(failed.problem) if as_json else failed.message, err=True)
@@ -113,7 +116,7 @@ Url = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a unique job name.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job is final.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 

@@ -154,7 +154,7 @@ def planned_line(plan: schemas.JobPlan) -> str:
     text = f"{planned:.3g} s"
     if plan.measured is not None:
         took = plan.measured.step_seconds
-        text = f"{text}, and takes {took:.3g} s" + ("" if plan.planned.assumed else f" ({took / planned - 1:+.0%})")
+        text = f"{text}; measured: {took:.3g} s" + ("" if plan.planned.assumed else f" ({took / planned - 1:+.0%})")
     return f"{text} (a rough estimate: `manta calibrate` measures this machine)" if plan.planned.assumed else text
 
 

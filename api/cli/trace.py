@@ -94,7 +94,7 @@ def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | No
     steps = [step.step for step in made.ranks[0].steps] if made.ranks else []
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
     slices = sum(len(rank.slices) for rank in made.ranks)
-    about = f"{made.id} is {made.state}: {which} of {len(made.ranks)} ranks, {slices} slices"
+    about = f"{made.id} is {made.state}: {which} of {render.counted(len(made.ranks), 'rank')}, {slices} slices"
     console.print(about + (f"; {made.message}" if made.message else ""), highlight=False)
     if made.bubble is not None and made.bubble.mean is not None:
         console.print(f"bubble {made.bubble.mean:.1%}, mean over the ranks", highlight=False)

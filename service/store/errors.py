@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy.exc import OperationalError
 
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
+from manta.service.ids import is_job_id
 from manta.service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
 from manta.workers.errors import MantaError
 
@@ -15,7 +16,10 @@ class JobNotFound(ServiceError):
     kind = ErrorKind("job_not_found", 404, "there is no such job")
 
     def __init__(self, job_id: str):
-        super().__init__(f"there is no job {job_id[:100]!r}; `manta ps` lists the jobs")
+        if is_job_id(job_id):
+            super().__init__(f"there is no job {job_id!r}; `manta ps` lists the jobs")
+        else:
+            super().__init__(f"{job_id[:100]!r} is not a job's id; GET /v1/jobs?name=NAME finds ids by name")
 
 
 class IllegalTransition(ServiceError):

@@ -80,7 +80,7 @@ def test_plans_use_the_calibration_of_their_gpu_type(service, calibrated):
     save(path.parent, replace(calibration, links=Links(3.6e11, 3e-6, 0.1), links_problem="NCCL error"))
     (machine,) = service.http.get("/v1/machines").json()["items"]
     assert machine["links"] == {"bandwidth": 3.6e11, "hop_seconds": 3e-6, "error": 0.1}
-    assert "not measured (NCCL error): what was measured before stays" in machine["links_note"]
+    assert "not measured (NCCL error): the earlier measurement stays" in machine["links_note"]
     path.write_text("{}")
     assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
 

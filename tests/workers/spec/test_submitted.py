@@ -136,7 +136,7 @@ def test_unusable_weights_folder_is_a_problem_of_model_from(tmp_path):
     assert "copy the weights here first" in rule
     for name in ("a\0b", " "):
         ((path, rule, _),) = problems(job(name), DataRoots((tmp_path,)))
-        assert path == "model.from" and "has no zero byte, and is not blank" in rule
+        assert path == "model.from" and "cannot be blank or contain a null byte" in rule
     for name in ("x" * 5000, "\ud800", "."):
         assert problems(job(name))[0][0] == "model.from"
 

@@ -32,8 +32,8 @@ def test_duplicate_yaml_key_is_refused_with_its_place(text):
 
 
 @pytest.mark.parametrize(("text", "read_as"), [
-    ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "to base 60"),
-    ("-1:30.5", "to base 60"), ("1" + ":59" * 300 + ".5", "to base 60"),
+    ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "in base 60"),
+    ("-1:30.5", "in base 60"), ("1" + ":59" * 300 + ".5", "in base 60"),
 ])  # fmt: skip
 def test_ambiguous_yaml_number_is_refused_with_its_place(text, read_as):
     with pytest.raises(
