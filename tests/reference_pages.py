@@ -6,6 +6,7 @@ import argparse
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from enum import EnumType
 from itertools import pairwise
@@ -162,7 +163,8 @@ def command(shown: Any, called: str) -> Iterator[str]:
         return
     arguments = [each for each in shown.params if each.param_type_name == "argument"]
     usage = " ".join(argument_name(each) for each in arguments)
-    yield from ["", f"### `{f'{called} {usage}'.strip()}`", "", *inspect.cleandoc(shown.help or "").splitlines()]
+    paragraphs = [textwrap.fill(each, 120) for each in (shown.help or "").split("\n\n")]
+    yield from ["", f"### `{f'{called} {usage}'.strip()}`", "", *"\n\n".join(paragraphs).splitlines()]
     explained = [each for each in arguments if each.metavar not in ("JOB", "[JOB]") and getattr(each, "help", None)]
     rows = [(f"`{argument_name(each)}`", one_line(each.help)) for each in explained]
     rows += [option_row(each) for each in shown.params if each.param_type_name == "option" and not_common(each)]

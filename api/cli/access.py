@@ -192,7 +192,7 @@ def audit(
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
-Page = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: the list of jobs.")]
+Page = Annotated[str | None, typer.Argument(metavar="JOB", help="Job id or name; default: the list of jobs.")]
 
 
 @app.command("open")

@@ -142,7 +142,7 @@ def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> Non
 
 @app.command()
 def compare(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or unique job names.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Job ids, or unique job names.")] = None,
     label: Filters = None,
     url: Url = None,
     as_json: Json = False,

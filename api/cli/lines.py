@@ -77,7 +77,7 @@ def logs(
 
 @app.command()
 def events(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: all jobs.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Job id or name; default: all jobs.")] = None,
     type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
     rank: RankNumber = None,
     generation: Annotated[int | None, typer.Option(min=0, help="Only events of this generation.")] = None,

@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -270,7 +271,9 @@ def inject(
     job: JobId,
     fault: Annotated[str, typer.Option("--fault", help=f"Kind of fault: {', '.join(FAULT_KINDS)}.")],
     rank: Annotated[int, typer.Option("--rank", min=0, help="The rank.")],
-    at_step: Annotated[int, typer.Option("--at-step", min=0, help="The step; default: the next one.")] = 0,
+    at_step: Annotated[
+        int, typer.Option("--at-step", min=0, help="The step; default: the next one.", show_default=False)
+    ] = 0,
     phase: Annotated[str, typer.Option("--phase", help=f"Phase of the step: {', '.join(FAULT_PHASES)}.")] = "data",
     seconds: Annotated[
         float, typer.Option("--seconds", help="slow: additional seconds per step; partition: duration.")
@@ -309,6 +312,7 @@ def command_line(wanted: str | None = None) -> typer.Typer:
     for module in [MODULES[wanted]] if wanted in MODULES else dict.fromkeys(MODULES.values()):
         importlib.import_module(f"manta.api.cli.{module}")
     _put_in_order(app)
+    _unwrap_help(app)
     return app
 
 
@@ -332,6 +336,16 @@ def _put_in_order(app: typer.Typer) -> None:
         each.rich_help_panel = panels[_name_of(each)]
     app.registered_commands.sort(key=lambda each: order.index(_name_of(each)))
     app.registered_groups.sort(key=lambda each: order.index(_name_of(each)))
+
+
+def _unwrap_help(app: typer.Typer) -> None:
+    """Join the lines of each paragraph of the commands' help, which terminals wrap at their own widths."""
+    for command in app.registered_commands:
+        paragraphs = inspect.cleandoc(command.help or inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _unwrap_help(group.typer_instance)
 
 
 def _name_of(registered: CommandInfo | TyperInfo) -> str:

@@ -224,12 +224,12 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
 
 def event_line(event: schemas.Event) -> str:
     """One event in a line."""
-    where = "".join(
-        f" {name} {value}"
+    where = " ".join(
+        f"{name} {value}"
         for name, value in (("generation", event.generation), ("rank", event.rank), ("step", event.step))
         if value is not None
     )
-    return f"{moment(event.time)}  {event.type}{where}  {event.message}"
+    return f"{moment(event.time)}  {event.type:<18}  {where:<20}  {event.message}"
 
 
 def job_event_line(event: schemas.JobEvent) -> str:

@@ -182,7 +182,7 @@ def _say(console: Console, client: Client, job: SubmittedJob, quiet: bool) -> No
 
 @app.command()
 def wait(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids, or unique job names.")],
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Job ids, or unique job names.")],
     url: Url = None,
     as_json: Json = False,
 ) -> None:

@@ -25,7 +25,10 @@ _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
 @app.command()
 def trace(
     job: JobId,
-    step: Annotated[int, typer.Option("--step", min=0, help="First step to record; default: as soon as possible.")] = 0,
+    step: Annotated[
+        int,
+        typer.Option("--step", min=0, help="First step to record; default: as soon as possible.", show_default=False),
+    ] = 0,
     steps: Annotated[int, typer.Option("--steps", min=1, max=MAX_STEPS, help="Number of steps to record.")] = 1,
     output: Annotated[
         Path | None,
@@ -128,8 +131,8 @@ def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
 
 
 def _time(seconds: float) -> str:
-    """Seconds; what is left of a difference of two equal numbers is nothing."""
-    return f"{seconds if abs(seconds) > 1e-12 else 0:.4g} s"
+    """Seconds to the tenth of a millisecond, or 0 s."""
+    return f"{seconds:.4f} s" if abs(seconds) >= 0.00005 else "0 s"
 
 
 @app.command()

@@ -29,7 +29,7 @@ class ModelPackages:
         if entrypoint is None or any(self._holds(name, entrypoint) for name in self.names):
             return []
         allowed = ", ".join(self.names) or "none is set"
-        rule = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: {allowed})"
+        rule = f"{entrypoint} is not in a package that jobs may use models from (MANTA_MODEL_PACKAGES: {allowed})"
         return [Problem("model.entrypoint", rule)]
 
     @staticmethod

@@ -44,7 +44,7 @@ class JobNotFinal(ServiceError):
 
     def __init__(self, job_id: str, state: JobState):
         super().__init__(
-            f"{job_id} is {state}, and only a job that is over can be deleted: cancel it first "
+            f"{job_id} is {state}, and only a job that has ended can be deleted: cancel it first "
             f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
         )
 
@@ -131,7 +131,7 @@ class TooManyLabels(InvalidParameter):
     field = "labels"
 
     def __init__(self, count: int, most: int):
-        super().__init__(f"the job would have {count} labels, and may have {most}: take some away, with null as value")
+        super().__init__(f"the job would have {count} labels, and may have {most}: remove some by setting them to null")
 
 
 class InvalidCursor(InvalidParameter):
@@ -140,7 +140,7 @@ class InvalidCursor(InvalidParameter):
     field = "cursor"
 
     def __init__(
-        self, message: str = "the cursor is not one that this release of Manta gave out; start again without one"
+        self, message: str = "the cursor was not issued by this release of Manta; start again without one"
     ) -> None:
         super().__init__(message)
 
@@ -188,7 +188,7 @@ class LinkInvalid(ServiceError):
     kind = ErrorKind("link_not_good", 404, "the link was used before, has expired or was never issued")
 
     def __init__(self) -> None:
-        super().__init__("this link was used before, has expired or was never given out; `manta link` prints a new one")
+        super().__init__("this link was used before, has expired or was never issued; `manta link` prints a new one")
 
 
 class StoreUnusable(MantaError):

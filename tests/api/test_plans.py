@@ -184,7 +184,7 @@ def test_plans_use_the_accelerator_that_the_job_asks_for_and_refuse_missing_gpus
         assert answer.status_code == 422
         (error,) = answer.json()["errors"]
         assert error["path"] == "resources.accelerator"
-        assert "GPUs, of which this cluster has none" in error["rule"]
+        assert "the job needs GPUs, and this cluster has none" in error["rule"]
     assert service.http.post("/v1/plans", json=job | {"cluster": PLAN["cluster"]}).status_code == 200
     nodes = [{"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2}]
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})

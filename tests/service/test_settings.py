@@ -229,7 +229,9 @@ def test_model_of_a_listed_package_or_below_is_allowed(entrypoint):
 def test_model_of_a_package_that_is_not_listed_is_refused_by_name(entrypoint):
     (problem,) = ModelPackages(("ours", "team.public")).problems(custom(entrypoint))
     assert problem.path == "model.entrypoint"
-    expected = f"{entrypoint} is of no package that jobs may take models from (MANTA_MODEL_PACKAGES: ours, team.public)"
+    expected = (
+        f"{entrypoint} is not in a package that jobs may use models from (MANTA_MODEL_PACKAGES: ours, team.public)"
+    )
     assert problem.rule == expected
 
 

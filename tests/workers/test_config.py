@@ -156,7 +156,7 @@ def test_invalid_spec_value_names_its_key_rule_and_a_working_value(path, value, 
 
 def test_rope_base_whose_frequencies_do_not_fall_is_refused():
     """Yarn divides by the logarithm of their base."""
-    (problem,) = problems_of(with_value("model.rope", {"theta": 1.0}))
+    problem, *_ = problems_of(with_value("model.rope", {"theta": 1.0}))
     assert problem == Problem("model.rope.theta", "must be above 1.0, not 1.0", "10000.0")
 
 
@@ -187,7 +187,8 @@ def test_suggested_job_name_is_valid(value):
         ("modell", "model"), ("parallel.tensors", "parallel.tensor"), ("train.lr", "train.optimizer.learning_rate"),
         ("train.optimizer.lr", "train.optimizer.learning_rate"),
         ("train.batch_size", "train.global_batch_size"),
-        ("batch_size", "train.global_batch_size"), ("parallel.TP", "parallel.tensor"), ("train.dtype", "train.precision"),
+        ("batch_size", "train.global_batch_size"),
+        ("parallel.TP", "parallel.tensor"), ("train.dtype", "train.precision"),
         ("model.n_layer", "model.layers"),
     ],
 )  # fmt: skip

@@ -105,8 +105,8 @@ def test_job_page_shows_what_is_known_and_nothing_else():
     ("assumed", "measured", "drift", "problem", "text"),
     [
         (False, None, None, None, "0.4 s"),
-        (False, 0.5, None, None, "0.4 s, and takes 0.5 s (+25%)"),
-        (True, 0.3, None, None, "0.4 s, and takes 0.3 s (a rough estimate: `manta calibrate` measures this machine)"),
+        (False, 0.5, None, None, "0.4 s; measured: 0.5 s (+25%)"),
+        (True, 0.3, None, None, "0.4 s; measured: 0.3 s (a rough estimate: `manta calibrate` measures this machine)"),
         (False, 0.9, "0.9 s instead of 0.4 s", None, "0.9 s instead of 0.4 s"),
         (None, None, None, "no node has started yet", "no node has started yet"),
         (None, None, None, None, "-"),

@@ -81,7 +81,7 @@ def test_learning_rates_left_out_are_those_for_fine_tuning_with_weights_only(fol
 
 
 def test_mistyped_key_beside_weights_is_suggested():
-    with pytest.raises(SpecError, match=r"model.form: unknown key \(try: model.from\)"):
+    with pytest.raises(SpecError, match=r"model.form: unknown key; did you mean model.from"):
         parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
 
 
@@ -202,7 +202,7 @@ def test_rules_across_fields_are_reported_with_unknown_and_missing_keys():
 
 
 def test_spec_change_of_an_unknown_key_is_refused_as_in_a_file():
-    with pytest.raises(SpecError, match=r"^train.stepps: unknown key \(try: train.steps\)$"):
+    with pytest.raises(SpecError, match=r"^train.stepps: unknown key; did you mean train.steps\?$"):
         parse_job_spec(with_changes(DOCUMENT, changes_in(["parallel={}", "data.validation=[]", "train.stepps=3"])))
 
 
@@ -296,7 +296,7 @@ def test_environment_variables_that_are_not_allowed_are_refused_by_name(name, su
 
 @pytest.mark.parametrize("value", ["a\nb", "a\0b", "x" * 1001])
 def test_values_are_such_that_a_process_can_be_given(value):
-    with pytest.raises(SpecError, match=r"resources\.environment\.NCCL_ALGO: a value has at most 1000 characters"):
+    with pytest.raises(SpecError, match=r"resources\.environment\.NCCL_ALGO: a value may have at most 1000 characters"):
         parse_job_spec(environment(NCCL_ALGO=value))
 
 
