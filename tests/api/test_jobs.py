@@ -45,7 +45,7 @@ def test_a_dry_run_shows_the_layout_and_stores_nothing(service, document):
     places = [(rank["rank"], rank["pipeline"], rank["tensor"]) for rank in answer["layout"]["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert answer["plan"]["parallel"]["tensor"] == 2 and answer["plan"]["step_seconds"] > 0
-    assert "default efficiencies" in answer["plan_note"]
+    assert "default efficiency" in answer["plan_note"]
     assert service.http.get("/v1/jobs").json()["items"] == []
     assert service.control.asked == []
 
@@ -62,7 +62,7 @@ def test_dry_run_of_a_gpu_job_on_a_cluster_without_gpus_explains_the_missing_pla
     document["resources"] = {"accelerator": "gpu"}
     answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
     assert answer["plan"] is None
-    assert answer["plan_note"].startswith("nothing is planned: the job would wait for GPUs, of which this cluster has")
+    assert answer["plan_note"].startswith("nothing is planned: the job needs GPUs, and this cluster has")
 
 
 def test_dry_run_reports_missing_data(service, document, tmp_path, monkeypatch):

@@ -202,7 +202,7 @@ def test_exception_after_the_start_of_an_answer_breaks_the_answer_off(begun):
     [
         (OperationalError, "nothing was changed by this request: try it again"),
         (InternalError, "nothing was changed by this request: try it again"),
-        (OutcomeUnknown, "see whether this request has changed anything"),
+        (OutcomeUnknown, "check whether this request has changed anything"),
     ],
 )
 def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(

@@ -154,7 +154,7 @@ def test_doctor_checks_the_service_and_its_nodes(doctor, service):
 
 
 def test_doctor_names_closed_ports_and_nodes_that_were_left_out(doctor, service):
-    assert "ok    ports: 2 nodes reach each other, in 10 tries" in doctor(MANTA_URL=service.url)
+    assert "ok    ports: 2 nodes reach each other (10 connections tried)" in doctor(MANTA_URL=service.url)
     service.control.closed_ports = ["port 7 of node a cannot be reached from node b: open it"]
     service.control.left_out = ["Ray's head forgets: give it a Redis"]
     lines = doctor(MANTA_URL=service.url, code=1).splitlines()

@@ -142,9 +142,12 @@ def test_event_and_log_lines_show_the_place_and_leave_out_what_is_unknown():
     happened = {"id": "1", "time": MOMENT, "type": "rank_lost", "generation": 0, "rank": 0, "step": 0, "data": {},
                 "message": "it died"}  # fmt: skip
     when = render.moment(MOMENT)
-    assert render.event_line(schemas.Event(**happened)) == f"{when}  rank_lost generation 0 rank 0 step 0  it died"
+    assert (
+        render.event_line(schemas.Event(**happened))
+        == f"{when}  rank_lost           generation 0 rank 0 step 0  it died"
+    )
     nowhere = {**happened, "generation": None, "rank": None, "step": None}
-    assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost  it died"
+    assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost{'':33}it died"
     line = schemas.LogLine(time=MOMENT, rank=3, generation=2, stream="stdout", text="hello")
     assert render.log_line(line) == f"{when} [3] hello"
 
