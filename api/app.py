@@ -12,6 +12,7 @@ from manta.api.app_state import AppState, attach_state
 from manta.api.caches import RenderedJobs, RenderedPages, RenderedSeriesOfJobs, RenderedSparklines
 from manta.api.metrics.control_plane import ControlPlaneCollector, RequestTimer
 from manta.api.openapi import describe
+from manta.api.parameters import only_known_parameters
 from manta.api.routes import (
     access,
     checkpoints,
@@ -66,7 +67,7 @@ def create_app(
         redoc_url=None,
         openapi_url=None,  # our own route, which requires a key
         redirect_slashes=False,  # one address per resource; all others get a problem document
-        dependencies=[Depends(authorize)],
+        dependencies=[Depends(authorize), Depends(only_known_parameters)],
         generate_unique_id_function=lambda route: route.name,
     )
     registry = CollectorRegistry()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any, NoReturn, TypeVar
 
 from fastapi import Depends, Header, Path, Query, Request
+from fastapi.dependencies.models import Dependant
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
@@ -26,6 +27,23 @@ MAX_CURSOR_CHARACTERS = 60_000  # the HTTP server accepts no address of more tha
 async def control_of(request: Request) -> ControlPlane:
     """The control plane that the app was created with."""
     return state_of(request.app).control
+
+
+async def only_known_parameters(request: Request) -> None:
+    """Raises RequestValidationError for query parameters that a REST call does not have: with a misspelled filter, a
+    list would contain everything."""
+    if not request.query_params or not request.url.path.startswith("/v1/"):
+        return
+    known = sorted(_query_of(request.scope["route"].dependant))
+    rule = f"unknown parameter; known are {', '.join(known)}" if known else "unknown parameter; this call has none"
+    unknown = [name for name in request.query_params.keys() if name not in known]  # noqa: SIM118
+    if unknown:
+        raise RequestValidationError([{"loc": ("query", name), "msg": rule, "type": "unknown"} for name in unknown])
+
+
+def _query_of(dependant: Dependant) -> set[str]:
+    """Names of the query parameters of a route and its dependencies."""
+    return {each.alias for each in dependant.query_params}.union(*map(_query_of, dependant.dependencies))
 
 
 async def json_body(request: Request) -> Any:

@@ -45,7 +45,7 @@ OTHER_RELEASE = ErrorKind(
 UNKNOWN_HOST = ErrorKind("unknown_host", 403, "the Host header names another site")
 CROSS_SITE = ErrorKind("cross_site", 403, "a page of another site sent the request")
 NOT_FOUND = ErrorKind("not_found", 404, "there is nothing at this path")
-METHOD_NOT_ALLOWED = ErrorKind("method_not_allowed", 405, "the path does not take this method")
+METHOD_NOT_ALLOWED = ErrorKind("method_not_allowed", 405, "the path does not support this method")
 BODY_TOO_SLOW = ErrorKind("body_too_slow", 408, "the body took too long to arrive")
 BODY_TOO_LARGE = ErrorKind("body_too_large", 413, "the body is longer than any request needs")
 UNSUPPORTED_MEDIA_TYPE = ErrorKind("unsupported_media_type", 415, "the Content-Type of the body is not JSON")
@@ -95,7 +95,7 @@ _ANY_REQUEST: tuple[Answerable, ...] = (
     INTERNAL_ERROR,
     TOO_MANY_CONNECTIONS,
 )
-_ANY_CALLER = (*_ANY_REQUEST, Unauthenticated, Forbidden, DATABASE_UNAVAILABLE)
+_ANY_CALLER = (*_ANY_REQUEST, Unauthenticated, Forbidden, InvalidParameter, DATABASE_UNAVAILABLE)
 _ANY_CHANGE = (CROSS_SITE, UNSUPPORTED_MEDIA_TYPE)
 _RETRY_AFTER = {
     "Retry-After": {"description": "Seconds after which to try again", "schema": {"type": "integer", "minimum": 0}}
@@ -185,13 +185,18 @@ async def _database_unavailable(request: Request, error: Exception) -> Response:
 
 def database_unavailable(error: Exception) -> Response:
     """The answer while the database is away; `error` says why."""
-    detail = "the job database does not answer; jobs run on, and nothing was changed by this request: try it again"
+    detail = (
+        "the job database does not answer; jobs keep running, and nothing was changed by this request: try it again"
+    )
     if isinstance(error, OutcomeUnknown):
-        detail = "the job database went away in the middle; jobs run on; see whether this request has changed anything"
+        detail = (
+            "the job database became unreachable during the request; jobs keep running; check whether this request has "
+            "changed anything"
+        )
     elif isinstance(error, DatabaseLost):
         detail = (
             "the file of the job database is gone, or is not the one that the service has opened, whose log says what "
-            "to do; jobs run on, and nothing was changed by this request"
+            "to do; jobs keep running, and nothing was changed by this request"
         )
     return problem(DATABASE_UNAVAILABLE, detail)
 
@@ -230,8 +235,8 @@ def _rule(entry: Any) -> str:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     details = {
-        404: f"there is nothing at {request.url.path}; /openapi.json lists what there is",
-        405: f"{request.url.path} does not take {request.method}",
+        404: f"there is nothing at {request.url.path}; /openapi.json lists all paths",
+        405: f"{request.url.path} does not support {request.method}",
     }
     kind = {404: NOT_FOUND, 405: METHOD_NOT_ALLOWED}.get(error.status_code, HTTP_ERROR)
     detail = details.get(error.status_code, str(error.detail))

@@ -100,7 +100,7 @@ def findings(these: dict[str, Check]) -> Iterator[Finding]:
         try:
             yield from check()
         except Exception as error:  # noqa: BLE001 - whatever prevents a check is what its user has to know
-            yield Finding(subject, "problem", f"could not be looked at: {type(error).__name__}: {error}")
+            yield Finding(subject, "problem", f"could not be checked: {type(error).__name__}: {error}")
 
 
 def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Finding]:
@@ -111,11 +111,11 @@ def _data(job: JobSpec | None, roots: tuple[Path, ...] | None) -> Iterator[Findi
     for name in (*names, *weights):
         path = Path(name)
         if roots is not None and not any(path.resolve().is_relative_to(root) for root in roots):
-            yield Finding("data", "problem", f"{path} is outside of the roots for data", "see MANTA_DATA_ROOTS")
+            yield Finding("data", "problem", f"{path} is outside the allowed data folders", "see MANTA_DATA_ROOTS")
         elif not path.exists():
-            yield Finding("data", "problem", f"{path} is not there", "each node has to have it at that path")
+            yield Finding("data", "problem", f"{path} does not exist", "it must exist at that path on each node")
         else:
-            yield Finding("data", "ok", f"{path} is there")
+            yield Finding("data", "ok", f"{path} exists")
 
 
 def python() -> Iterator[Finding]:
@@ -134,26 +134,28 @@ def shared_memory(job: JobSpec | None, folder: Path = SHARED_MEMORY) -> Iterator
         usage = shutil.disk_usage(folder)
     except OSError as error:
         unusable = f"{folder} cannot be used: {error.strerror}"
-        yield Finding("shared memory", "problem", unusable, "mount a tmpfs there: snapshots lie in it")
+        yield Finding("shared memory", "problem", unusable, "mount a tmpfs there: snapshots are stored in it")
         return
     free = min(usage.free, memory_available())
     text = f"{folder} has {byte_count(free)} free of {byte_count(usage.total)}"
     enlarge = "enlarge it (docker: --shm-size; Kubernetes: an emptyDir of medium Memory at /dev/shm)"
     if job is not None and job.model.is_counted and (needed := snapshot_bytes(job)):
-        text += f"; the snapshots of {job.name} take {byte_count(needed)} over all nodes"
+        text += f"; the snapshots of {job.name} need {byte_count(needed)} on all nodes together"
         place, had = job.checkpoint.snapshots, memory_available()
         room = had if place == "node_memory" else free if place == "shared_memory" else max(free, had)
         if needed > room:
             yield Finding(
                 "shared memory",
                 "problem",
-                f"{text}, and this one can have {byte_count(had)} of memory",
-                f"spread the job over more nodes, or {enlarge}; parallel.zero: 1 takes less, checkpoint.snapshots: "
+                f"{text}, and {byte_count(had)} of memory is available here",
+                f"spread the job over more nodes, or {enlarge}; parallel.zero: 1 needs less, checkpoint.snapshots: "
                 "off nothing",
             )
             return
         if needed > free:
-            yield Finding("shared memory", "ok", f"{text}, and lie in the memory of the nodes' daemons instead")
+            yield Finding(
+                "shared memory", "ok", f"{text}, and will be kept in the memory of the nodes' daemons instead"
+            )
             return
     if usage.total < MIN_SHARED_BYTES:
         yield Finding("shared memory", "warning", text, f"most jobs need more: {enlarge}")
@@ -185,8 +187,8 @@ def offloaded(job: JobSpec | None, gpus: int | None = None) -> Iterator[Finding]
     total = ranks * (activations + state + copies) + snapshots
     kept = f", with {byte_count(snapshots)} for their snapshots" if snapshots else ""
     text = (
-        f"each rank of {job.name} takes {taken}, {ranks} of them {byte_count(total)}{kept}; {byte_count(had)} of "
-        "memory can be had"
+        f"each rank of {job.name} needs {taken}, {ranks} of them {byte_count(total)}{kept}; {byte_count(had)} of "
+        "memory is available"
     )
     if total <= had:
         yield Finding("host memory", "ok", text)
@@ -198,21 +200,21 @@ def _fewer_copies(job: JobSpec) -> str:
     """What would require fewer copies of a rank's state."""
     if job.recovery.rolls_back:
         return "another policy than roll_back (recovery.nonfinite, recovery.spike.policy)"
-    return "checkpoint.snapshots: auto, which takes no copy more to save from"
+    return "checkpoint.snapshots: auto, which needs no extra copy to save from"
 
 
 def limits() -> Iterator[Finding]:
     """What the kernel permits this user's processes."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    text = f"{files} open files a process"
+    text = f"{files} open files per process"
     if files < MIN_FILES:
         advice = f"`ulimit -n {MIN_FILES}` before `manta up`" if most >= MIN_FILES else "raise nofile in limits.conf"
-        yield Finding("limits", "warning", text, f"ranks and clients each take some: {advice}")
+        yield Finding("limits", "warning", text, f"each rank and client needs some: {advice}")
     else:
         yield Finding("limits", "ok", text)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").is_dir() and locked != resource.RLIM_INFINITY:
-        text = f"{byte_count(locked)} of locked memory a process, with InfiniBand"
+        text = f"{byte_count(locked)} of locked memory per process, with InfiniBand"
         yield Finding("limits", "warning", text, "NCCL registers buffers with the adapter: set memlock to unlimited")
 
 
@@ -224,7 +226,7 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
     needed = MIN_DISK_BYTES
     if job is not None and job.model.is_counted and not checkpoints_elsewhere:
         needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
-        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} take {byte_count(needed - MIN_DISK_BYTES)}"
+        text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} need {byte_count(needed - MIN_DISK_BYTES)}"
     if free < needed:
         advice = "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"
         yield Finding("disk", "warning", text, advice)
@@ -245,7 +247,7 @@ def folders(paths: Paths) -> Iterator[Finding]:
             yield Finding("folders", "problem", problem, "make it readable for this user")
             continue
         if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
-            problem = f"{folder} ({what}) is not a folder of this user's (uid {os.getuid()})"
+            problem = f"{folder} ({what}) does not belong to this user (uid {os.getuid()})"
             yield Finding("folders", "problem", problem, "have its owner remove it, or use another MANTA_HOME")
         elif status.st_mode & 0o077:
             problem = f"{folder} ({what}) is open to others (mode {stat.S_IMODE(status.st_mode):o})"
@@ -253,18 +255,18 @@ def folders(paths: Paths) -> Iterator[Finding]:
         elif not os.access(folder, os.W_OK | os.X_OK):
             yield Finding("folders", "problem", f"{folder} ({what}) cannot be written", "its file system is read-only")
         else:
-            yield Finding("folders", "ok", f"{folder} ({what}) is this user's alone")
+            yield Finding("folders", "ok", f"{folder} ({what}) is accessible to this user only")
     longest = len(os.fsencode(paths.ray_folder)) + 60
     if longest > SOCKET_PATH_BYTES:
-        problem = f"sockets below {paths.ray_folder} have too long names"
-        yield Finding("folders", "problem", problem, "use a user with a shorter number")
+        problem = f"paths of sockets below {paths.ray_folder} are too long"
+        yield Finding("folders", "problem", problem, "run as a user with a shorter uid")
 
 
 def network() -> Iterator[Finding]:
     """How other machines reach this one."""
     address = outward_address()
     if is_loopback(address):
-        yield Finding("network", "warning", "no way leads out of this machine", "jobs can use this machine alone")
+        yield Finding("network", "warning", "there is no route to other machines", "jobs can use this machine only")
     else:
         yield Finding("network", "ok", f"other machines reach this one at {address}")
 
@@ -284,7 +286,7 @@ def requirements() -> Iterator[Finding]:
         yield Finding("packages", "problem", problem, f"pip install --upgrade {DISTRIBUTION}")
     if not wrong:
         version = importlib.metadata.version(DISTRIBUTION)
-        yield Finding("packages", "ok", f"{DISTRIBUTION} {version} and the {len(needed)} packages that it needs")
+        yield Finding("packages", "ok", f"{DISTRIBUTION} {version} and the {len(needed)} packages it depends on")
 
 
 def _version(package: str) -> str | None:
@@ -305,8 +307,8 @@ def _wrong(wanted: Requirement) -> str | None:
 def torch(gpus: int | None = None) -> Iterator[Finding]:
     """Whether torch starts, and uses the GPUs that the machine has. `gpus`: their number; None: look."""
     if _version("torch") is None:
-        said = "torch is not installed: this machine will do for a control plane, but no ranks can run on it"
-        yield Finding("torch", "warning", said, "pip install torch, where ranks are to run")
+        said = "torch is not installed: a control plane can run on this machine, but no ranks"
+        yield Finding("torch", "warning", said, "pip install torch, if ranks should run here")
         return
     gpus = count_gpus() if gpus is None else gpus
     try:
@@ -322,7 +324,7 @@ def judge_torch(about: dict[str, Any], gpus: int, driver: str | None) -> Finding
     machine's `gpus`."""
     text = f"torch {about['version']}"
     if not gpus:
-        return Finding("torch", "ok", f"{text}; this machine has no GPU, so ranks take CPU slots")
+        return Finding("torch", "ok", f"{text}; this machine has no GPU, so ranks use CPU slots")
     seen = len(about["devices"])
     if about["cuda"] is None:
         advice = "install a CUDA build of torch, or jobs run on CPU slots (resources.accelerator: cpu)"
@@ -353,7 +355,7 @@ def ray() -> Iterator[Finding]:
     if Version(oldest) <= Version(version) <= Version(newest):
         yield Finding("Ray", "ok", f"ray {version}")
     else:
-        yield Finding("Ray", "warning", f"ray {version}", f"Manta was tried with {oldest} and {newest}")
+        yield Finding("Ray", "warning", f"ray {version}", f"Manta was tested with {oldest} and {newest}")
 
 
 def database(settings: Settings) -> Iterator[Finding]:
@@ -361,7 +363,7 @@ def database(settings: Settings) -> Iterator[Finding]:
     url = parse_url(url_in(settings.home, settings.database_url))
     noted = recorded_location(settings.home)
     if settings.database_url is None and noted not in (None, shown(url)):
-        where = f"the jobs of {settings.home} are in {noted}, which was not named"
+        where = f"the jobs of {settings.home} are in another database, {noted}"
         yield Finding("database", "problem", where, "name it with --database or MANTA_DATABASE_URL")
         return
     file = file_of(url)
@@ -380,7 +382,7 @@ def database(settings: Settings) -> Iterator[Finding]:
     except StoreEmpty:
         yield _to_be_made(shown(url))
     except (MantaError, SQLAlchemyError) as error:
-        yield Finding("database", "problem", str(error), "see whether it runs, and that its URL is right")
+        yield Finding("database", "problem", str(error), "check that it is running and that its URL is right")
 
 
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "fuse.glusterfs", "ceph", "lustre")
@@ -399,21 +401,21 @@ def _file_system_of(path: Path) -> str:
 
 
 def _to_be_made(place: str) -> Finding:
-    return Finding("database", "ok", f"{place} is empty; the first `manta up` makes what is needed")
+    return Finding("database", "ok", f"{place} is empty; the first `manta up` creates its tables")
 
 
 def _revision(store: Store) -> Finding:
     revision, newest = store.revision, newest_revision()
     if revision == newest:
-        return Finding("database", "ok", f"{store.location} answers, at revision {revision}")
-    text = f"{store.location} is at revision {revision}, and this release's is {newest}"
-    return Finding("database", "warning", text, "`manta up` brings it up to date; a newer one needs that release")
+        return Finding("database", "ok", f"{store.location} responds; revision {revision}")
+    text = f"{store.location} is at revision {revision}, but this release needs {newest}"
+    return Finding("database", "warning", text, "`manta up` migrates an older one; a newer one needs a newer release")
 
 
 def checkpoints(place: Location | None) -> Iterator[Finding]:
     """Whether files can be written, read and removed where the checkpoints are stored."""
     if place is None:
-        yield Finding("checkpoints", "ok", "in the home (MANTA_CHECKPOINTS would put them elsewhere)")
+        yield Finding("checkpoints", "ok", "in the home; MANTA_CHECKPOINTS sets another location")
         return
     yield _usable("checkpoints", place)
 
@@ -421,7 +423,7 @@ def checkpoints(place: Location | None) -> Iterator[Finding]:
 def logs(settings: Settings) -> Iterator[Finding]:
     """Whether files can be written, read and removed where logs are stored, if that is not where checkpoints are."""
     if settings.logs is None:
-        yield Finding("logs", "ok", "in the home alone (MANTA_LOGS would keep them elsewhere too)")
+        yield Finding("logs", "ok", "in the home only; MANTA_LOGS sets a second location")
     elif settings.logs == settings.checkpoints:
         yield Finding("logs", "ok", f"in {settings.logs}, with the checkpoints")
     else:
@@ -440,15 +442,17 @@ def _usable(what: str, place: Location) -> Finding:
         finally:
             files.remove(probe)
     except (OSError, MantaError) as error:
-        advice = "see that it is there, that it can be reached from here, and that the credentials may write and delete"
+        advice = (
+            "check that it exists and can be reached from here, and that the credentials allow writing and deleting"
+        )
         return Finding(what, "problem", f"{place}: {error}", advice)
     if same:
-        return Finding(what, "ok", f"{place} can be written, read and removed from")
-    return Finding(what, "problem", f"{place} gives back other bytes than were written", "do not use it")
+        return Finding(what, "ok", f"{place} can be written, read and deleted from")
+    return Finding(what, "problem", f"{place} returns different bytes than were written", "do not use it")
 
 
 def _skew(whose: str, seconds: float) -> Finding:
     text = f"{whose}'s clock differs from this machine's by {abs(seconds):.1f} s"
     if abs(seconds) > SKEW_SECONDS:
-        return Finding("clock", "warning", text, "set both by NTP")
+        return Finding("clock", "warning", text, "synchronize both with NTP")
     return Finding("clock", "ok", text)

@@ -67,7 +67,7 @@ def create_key(
     if admin:
         if any(each is not None for each in (url, project, user, priority)):
             raise fail(
-                "--admin creates a key in the database of MANTA_HOME; it takes a name and --days", EXIT_BAD_INPUT
+                "--admin creates a key in the database of MANTA_HOME; only a name and --days go with it", EXIT_BAD_INPUT
             )
         made, secret = _create_in_database(Settings.from_environment(), name or "admin", days)
         document = {"id": made.id, "name": made.name, "scope": made.scope, "installation": True, "key": secret}
@@ -192,7 +192,7 @@ def audit(
     show_page(page, as_json, lambda console: render.audit_table(console, page.items))
 
 
-Page = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: the list of jobs.")]
+Page = Annotated[str | None, typer.Argument(metavar="JOB", help="Job id or name; default: the list of jobs.")]
 
 
 @app.command("open")

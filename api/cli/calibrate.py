@@ -25,8 +25,8 @@ from manta.service.settings import Settings
 from manta.workers.paths import Paths
 
 _UNITS = {
-    "product_fp32": (1e9, "GFLOP/s, products in fp32"),
-    "product_16bit": (1e9, "GFLOP/s, products in bf16"),
+    "product_fp32": (1e9, "GFLOP/s, matmuls in fp32"),
+    "product_16bit": (1e9, "GFLOP/s, matmuls in bf16"),
     "attention_width": (1, "elements of head width for the cost of softmax"),
     "memory": (1e9, "GB/s, element-wise kernels"),
     "operation_seconds": (1e-6, "us per operation"),
@@ -35,8 +35,8 @@ _UNITS = {
     "all_busy": (1, "relative speed of a core while all cores compute"),
 }
 _UNITS_OF_GPU = {
-    "product_16bit": (1e12, "TFLOP/s, products in bf16"),
-    "product_fp32": (1e12, "TFLOP/s, products in fp32"),
+    "product_16bit": (1e12, "TFLOP/s, matmuls in bf16"),
+    "product_fp32": (1e12, "TFLOP/s, matmuls in fp32"),
     "attention": (1e12, "TFLOP/s, attention's forward"),
     "memory": (1e9, "GB/s, element-wise kernels"),
     "update": (1e9, "GB/s, the update at the end of a step"),
@@ -47,7 +47,7 @@ _UNITS_OF_GPU = {
 _UNITS_OF_LINKS = {
     "bandwidth": (1e9, "GB/s, links between GPUs"),
     "hop_seconds": (1e-6, "us, a hop between GPUs"),
-    "error": (1e-2, "%, mean error of both beside what was measured"),
+    "error": (1e-2, "%, mean error of both against the measurements"),
 }
 
 

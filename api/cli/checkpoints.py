@@ -127,7 +127,7 @@ def delete_one(
     force: Annotated[
         bool, typer.Option("--force", help="Also if it is the newest, from which the job would continue.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     url: Url = None,
     as_json: Json = False,
 ) -> None:
@@ -321,7 +321,7 @@ def export_weights(
         typer.echo(json.dumps(done.to_json(target)))
     else:
         what = f"{counted(done.files, 'file')}, {size(done.bytes)}, {done.dtype}"
-        typer.echo(f"{target} has the weights of {checkpoint}: step {done.manifest.step}, {what}")
+        typer.echo(f"exported step {done.manifest.step} of {checkpoint} to {target}: {what}")
 
 
 def _export(

@@ -57,7 +57,7 @@ def upgrade(database: Database = None, as_json: Json = False) -> None:
             _refuse_what_runs(store)
         before = store.revision
         store.migrate()
-        same = "is" if before == store.revision else f"was brought from revision {before or 'none'} and is"
+        same = "is" if before == store.revision else f"was migrated from revision {before or 'none'} and is"
         _print(
             f"{store.location} {same} at revision {store.revision}.",
             {"database": store.location, "before": before, "revision": store.revision},

@@ -82,7 +82,7 @@ def _service(settings: Settings) -> Iterator[Finding]:
         return
     yield Finding("service", "ok", f"{address} responds and can run jobs")
     for node in nodes:
-        places = f"{node.free:g} of {node.total:g} free"
+        places = f"{node.free:g} of {node.total:g} slots free"
         if not node.alive:
             yield Finding(
                 "nodes", "warning", f"{node.id[:12]} ({node.address}) does not respond", "no ranks are placed on it"
@@ -109,5 +109,5 @@ def _ways(client: Client) -> Iterator[Finding]:
     for warning in seen.warnings:
         yield Finding("cluster", "warning", warning)
     if seen.tries and not seen.problems:
-        nodes = f"{counted(seen.nodes, 'node')} {'reaches itself' if seen.nodes == 1 else 'reach each other'}"
-        yield Finding("ports", "ok", f"{nodes}, in {counted(seen.tries, 'try', 'tries')}")
+        nodes = f"{counted(seen.nodes, 'node')} {'reaches its own ports' if seen.nodes == 1 else 'reach each other'}"
+        yield Finding("ports", "ok", f"{nodes} ({counted(seen.tries, 'connection')} tried)")

@@ -62,7 +62,7 @@ def init(
         raise fail(f"{file} exists already; give the name of a new file", EXIT_BAD_INPUT) from error
     except OSError as error:
         raise fail(f"cannot write {file}: {error.strerror or error}", EXIT_BAD_INPUT) from error
-    typer.echo(f"{file} is written; `manta submit {file}` runs it")
+    typer.echo(f"wrote {file}; submit it with `manta submit {file}`")
 
 
 @app.command()

@@ -142,7 +142,7 @@ def stack(job: JobId, rank: Rank, url: Url = None, as_json: Json = False) -> Non
 
 @app.command()
 def compare(
-    jobs: Annotated[list[str] | None, typer.Argument(metavar="[JOB]...", help="Job ids, or unique job names.")] = None,
+    jobs: Annotated[list[str] | None, typer.Argument(metavar="JOB", help="Job ids, or unique job names.")] = None,
     label: Filters = None,
     url: Url = None,
     as_json: Json = False,
@@ -151,7 +151,7 @@ def compare(
 
     The validation loss is used if all jobs that have a loss have one."""
     if bool(jobs) == bool(label):
-        raise fail("give the jobs: JOB JOB ..., or --label KEY=VALUE", EXIT_BAD_INPUT)
+        raise fail("name the jobs to compare, or use --label KEY=VALUE", EXIT_BAD_INPUT)
     with connect(url) as client:
         page = (
             client.jobs(labels=label, limit=MAX_COMPARED)

@@ -54,7 +54,7 @@ def logs(
 ) -> None:
     """Print the newest output of a job's ranks."""
     if all_lines and tail is not None:
-        raise fail("--all and --tail exclude each other", EXIT_BAD_INPUT)
+        raise fail("--all and --tail cannot be used together", EXIT_BAD_INPUT)
     wanted = LogOptions(stream=stream, search=search, regex=regex, level=level and level.lower())
     if not all_lines:
         wanted["tail"] = tail or TAIL
@@ -77,7 +77,7 @@ def logs(
 
 @app.command()
 def events(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id or name; default: all jobs.")] = None,
+    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Job id or name; default: all jobs.")] = None,
     type: Annotated[str | None, typer.Option("--type", help="Only events of this type, such as recovered.")] = None,
     rank: RankNumber = None,
     generation: Annotated[int | None, typer.Option(min=0, help="Only events of this generation.")] = None,

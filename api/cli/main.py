@@ -4,6 +4,7 @@ programs."""
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from manta.api.schemas import Items, JobPlan, Recovery
 from manta.api.schemas import Job as JobView
 from manta.workers.errors import MantaError
 from manta.workers.protocol.messages import FAULT_KINDS, FAULT_PHASES
-from manta.workers.spec.problems import Problem, SpecError, describe_rule
+from manta.workers.spec.problems import OWN_RULE, Problem, SpecError, describe_rule
 
 T = TypeVar("T")
 
@@ -72,6 +73,9 @@ class MantaGroup(TyperGroup):
         as_json = "--json" in ctx.args
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix(OWN_RULE).replace("Input should be ", "must be ")
+            raise
         except (Failed, MantaError, SpecError, KeyboardInterrupt) as error:
             failed = _as_failed(error)
             typer.echo(json.dumps(failed.problem) if as_json else failed.message, err=True)
@@ -113,7 +117,7 @@ Url = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print machine-readable output.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="Job id, or a unique job name.")]
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job is final.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
 RankNumber = Annotated[int | None, typer.Option("--rank", min=0, help="Only this rank.")]
 
 
@@ -267,7 +271,9 @@ def inject(
     job: JobId,
     fault: Annotated[str, typer.Option("--fault", help=f"Kind of fault: {', '.join(FAULT_KINDS)}.")],
     rank: Annotated[int, typer.Option("--rank", min=0, help="The rank.")],
-    at_step: Annotated[int, typer.Option("--at-step", min=0, help="The step; default: the next one.")] = 0,
+    at_step: Annotated[
+        int, typer.Option("--at-step", min=0, help="The step; default: the next one.", show_default=False)
+    ] = 0,
     phase: Annotated[str, typer.Option("--phase", help=f"Phase of the step: {', '.join(FAULT_PHASES)}.")] = "data",
     seconds: Annotated[
         float, typer.Option("--seconds", help="slow: additional seconds per step; partition: duration.")
@@ -306,6 +312,7 @@ def command_line(wanted: str | None = None) -> typer.Typer:
     for module in [MODULES[wanted]] if wanted in MODULES else dict.fromkeys(MODULES.values()):
         importlib.import_module(f"manta.api.cli.{module}")
     _put_in_order(app)
+    _unwrap_help(app)
     return app
 
 
@@ -329,6 +336,16 @@ def _put_in_order(app: typer.Typer) -> None:
         each.rich_help_panel = panels[_name_of(each)]
     app.registered_commands.sort(key=lambda each: order.index(_name_of(each)))
     app.registered_groups.sort(key=lambda each: order.index(_name_of(each)))
+
+
+def _unwrap_help(app: typer.Typer) -> None:
+    """Join the lines of each paragraph of the commands' help, which terminals wrap at their own widths."""
+    for command in app.registered_commands:
+        paragraphs = inspect.cleandoc(command.help or inspect.getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(each.split()) for each in paragraphs)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            _unwrap_help(group.typer_instance)
 
 
 def _name_of(registered: CommandInfo | TyperInfo) -> str:

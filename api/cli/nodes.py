@@ -50,7 +50,7 @@ def drain(
     with connect(url) as client:
         if undo:
             stays = client.undrain(node)
-            show(stays, as_json, lambda console: console.print(f"{stays.id} takes ranks again", highlight=False))
+            show(stays, as_json, lambda console: console.print(f"{stays.id} accepts ranks again", highlight=False))
             return
         answer = client.drain(node, deadline)
         show(answer, as_json, lambda console: console.print(f"{answer.id} is being drained", highlight=False))

@@ -18,7 +18,7 @@ COMMANDS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("main", "Show one job."),
         "wait": ("submit", "Wait until jobs have ended; exit code 1 unless all of them succeeded."),
         "open": ("access", "Open the dashboard, or a job's page, in a browser, and print its address."),
-        "logs": ("lines", "Print the output of a job's ranks."),
+        "logs": ("lines", "Print the newest output of a job's ranks."),
         "events": ("lines", "Print the events of a job, or of all jobs."),
         "metrics": ("metrics", "Show a job's metrics by step."),
         "compare": ("jobs", "Compare jobs, given by name or label: the differences of their specs, lowest loss first."),

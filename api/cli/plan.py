@@ -109,7 +109,7 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and offloaded state"
-        console.print(f"The best plan takes {taken} for {what}.", highlight=False)
+        console.print(f"The best plan uses {taken} for {what}.", highlight=False)
     for each in answer.rejected:
         console.print(f"{render.layout_name(each.parallel)}: {each.reason}", highlight=False)
     if answer.note is not None:

@@ -154,7 +154,7 @@ def planned_line(plan: schemas.JobPlan) -> str:
     text = f"{planned:.3g} s"
     if plan.measured is not None:
         took = plan.measured.step_seconds
-        text = f"{text}, and takes {took:.3g} s" + ("" if plan.planned.assumed else f" ({took / planned - 1:+.0%})")
+        text = f"{text}; measured: {took:.3g} s" + ("" if plan.planned.assumed else f" ({took / planned - 1:+.0%})")
     return f"{text} (a rough estimate: `manta calibrate` measures this machine)" if plan.planned.assumed else text
 
 
@@ -224,12 +224,12 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
 
 def event_line(event: schemas.Event) -> str:
     """One event in a line."""
-    where = "".join(
-        f" {name} {value}"
+    where = " ".join(
+        f"{name} {value}"
         for name, value in (("generation", event.generation), ("rank", event.rank), ("step", event.step))
         if value is not None
     )
-    return f"{moment(event.time)}  {event.type}{where}  {event.message}"
+    return f"{moment(event.time)}  {event.type:<18}  {where:<20}  {event.message}"
 
 
 def job_event_line(event: schemas.JobEvent) -> str:

@@ -138,7 +138,9 @@ def _running_and_well(home: Path) -> dict[str, object] | None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if not wait_until_ended([process], POLL_SECONDS) and time.monotonic() - began > limit:
-                typer.echo(f"The service (process {pid}) hangs, and is replaced; jobs train on.", err=True)
+                typer.echo(
+                    f"The service (process {pid}) does not respond and is being replaced; jobs keep training.", err=True
+                )
                 process.kill()
                 wait_until_ended([process], DOWN_SECONDS)
     return None

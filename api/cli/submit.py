@@ -73,7 +73,7 @@ def read_file(file: Path, changes: Sequence[str] = ()) -> Any:
         else:
             document = read_document(file)
     except OSError as error:
-        advice = "; give - to read what another command writes" if file.is_fifo() else ""
+        advice = "; use - for standard input" if file.is_fifo() else ""
         raise fail(f"cannot read {file}: {error.strerror or error}{advice}", EXIT_BAD_INPUT) from error
     return with_absolute_paths(with_changes(document, changes_in(changes)), Path.cwd())
 
@@ -130,7 +130,8 @@ def submit(
     ] = None,
     label: Labels = None,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only the job's id, as where the output is not a terminal.")
+        bool,
+        typer.Option("--quiet", "-q", help="Print only the job's id (the default if the output is not a terminal)."),
     ] = False,
     url: Url = None,
     as_json: Json = False,
@@ -181,7 +182,7 @@ def _say(console: Console, client: Client, job: SubmittedJob, quiet: bool) -> No
 
 @app.command()
 def wait(
-    jobs: Annotated[list[str], typer.Argument(metavar="JOB...", help="Job ids, or unique job names.")],
+    jobs: Annotated[list[str], typer.Argument(metavar="JOB", help="Job ids, or unique job names.")],
     url: Url = None,
     as_json: Json = False,
 ) -> None:

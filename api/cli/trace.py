@@ -25,7 +25,10 @@ _OVER = tuple(f"trace_{state}" for state in ("complete", "partial", "failed"))
 @app.command()
 def trace(
     job: JobId,
-    step: Annotated[int, typer.Option("--step", min=0, help="First step to record; default: as soon as possible.")] = 0,
+    step: Annotated[
+        int,
+        typer.Option("--step", min=0, help="First step to record; default: as soon as possible.", show_default=False),
+    ] = 0,
     steps: Annotated[int, typer.Option("--steps", min=1, max=MAX_STEPS, help="Number of steps to record.")] = 1,
     output: Annotated[
         Path | None,
@@ -94,7 +97,7 @@ def _page(console: Console, made: trace_schemas.TraceDocument, output: Path | No
     steps = [step.step for step in made.ranks[0].steps] if made.ranks else []
     which = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}" if steps else "no step"
     slices = sum(len(rank.slices) for rank in made.ranks)
-    about = f"{made.id} is {made.state}: {which} of {len(made.ranks)} ranks, {slices} slices"
+    about = f"{made.id} is {made.state}: {which} of {render.counted(len(made.ranks), 'rank')}, {slices} slices"
     console.print(about + (f"; {made.message}" if made.message else ""), highlight=False)
     if made.bubble is not None and made.bubble.mean is not None:
         console.print(f"bubble {made.bubble.mean:.1%}, mean over the ranks", highlight=False)
@@ -128,8 +131,8 @@ def _budget_table(console: Console, known: trace_schemas.StepBudget) -> None:
 
 
 def _time(seconds: float) -> str:
-    """Seconds; what is left of a difference of two equal numbers is nothing."""
-    return f"{seconds if abs(seconds) > 1e-12 else 0:.4g} s"
+    """Seconds to the tenth of a millisecond, or 0 s."""
+    return f"{seconds:.4f} s" if abs(seconds) >= 0.00005 else "0 s"
 
 
 @app.command()

@@ -193,7 +193,7 @@ def track(
 ) -> None:
     """Write a job's metrics, from the first step until the job ends, to an experiment tracker."""
     if tensorboard is None and mlflow is None and wandb is None:
-        raise fail("give a target: --tensorboard FOLDER, --mlflow EXPERIMENT or --wandb PROJECT", EXIT_BAD_INPUT)
+        raise fail("choose a tracker: --tensorboard FOLDER, --mlflow EXPERIMENT or --wandb PROJECT", EXIT_BAD_INPUT)
     with connect(url) as client:
         followed = client.job(job)
         done = carry_over(client, followed.id, _targets(followed, tensorboard, mlflow, wandb))

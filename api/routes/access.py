@@ -49,7 +49,7 @@ _REDIRECT = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Manta
     "/v1/projects",
     status_code=201,
     openapi_extra=json_request(requests.NewProject),
-    responses=changes(MalformedJson, InvalidParameter, ProjectExists),
+    responses=changes(MalformedJson, ProjectExists),
 )
 def create_project(
     request: Request,
@@ -63,7 +63,7 @@ def create_project(
     )
 
 
-@router.get("/v1/projects", responses=reads(InvalidParameter))
+@router.get("/v1/projects", responses=reads())
 def list_projects(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.Project]:
@@ -77,7 +77,7 @@ def list_projects(
     "/v1/keys",
     status_code=201,
     openapi_extra=json_request(requests.NewKey),
-    responses=changes(MalformedJson, InvalidParameter, ProjectNotFound),
+    responses=changes(MalformedJson, ProjectNotFound),
 )
 def create_key(
     request: Request,
@@ -122,7 +122,7 @@ def _refuse_wider_scope(caller: Identity, wanted: requests.NewKey, project: str)
         raise ProjectNotFound(project)
 
 
-@router.get("/v1/keys", responses=reads(InvalidParameter))
+@router.get("/v1/keys", responses=reads())
 def list_keys(
     control: Control, caller: Caller, limit: Limit = 50, cursor: Cursor = None
 ) -> schemas.Items[access_schemas.ApiKey]:
@@ -144,7 +144,7 @@ def revoke_key(request: Request, control: Control, caller: Caller, key_id: KeyId
     return revoked
 
 
-@router.get("/v1/audit", responses=reads(InvalidParameter))
+@router.get("/v1/audit", responses=reads())
 def list_audit(
     control: Control,
     caller: Caller,

@@ -15,14 +15,13 @@ from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.control.exports import ExportNotPossible
 from manta.service.control.removal import CheckpointNeeded, NotRemoved
-from manta.service.errors import InvalidParameter
 from manta.service.store import checkpoints, exports, jobs, leases, metrics
 from manta.service.store.errors import CheckpointNotFound, ExportNotFound, JobBeingDeleted
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["checkpoints"])
 
 
-@router.get("/checkpoints", responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("/checkpoints", responses=reads(*OF_A_JOB))
 def list_checkpoints(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Checkpoint]:
@@ -39,7 +38,7 @@ def list_checkpoints(
 
 @router.delete(
     "/checkpoints/{checkpoint_id}",
-    responses=changes(*OF_A_JOB, CheckpointNotFound, CheckpointNeeded, NotRemoved, InvalidParameter),
+    responses=changes(*OF_A_JOB, CheckpointNotFound, CheckpointNeeded, NotRemoved),
 )
 async def delete_checkpoint(
     request: Request,
@@ -67,7 +66,6 @@ async def delete_checkpoint(
         ExportNotPossible,
         JobBeingDeleted,
         MalformedJson,
-        InvalidParameter,
     ),
 )
 async def export_checkpoint(
@@ -93,7 +91,7 @@ def list_exports(control: Control, job_id: JobId) -> schemas.Items[schemas.Expor
     return schemas.Items(items=[views.export_view(row, now) for row in rows])
 
 
-@router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, ExportNotFound, InvalidParameter))
+@router.get("/exports/{export_id}", responses=reads(*OF_A_JOB, ExportNotFound))
 def get_export(control: Control, job_id: JobId, export_id: ExportId) -> schemas.Export:
     """Progress and result of an export."""
     with control.store.read() as session:

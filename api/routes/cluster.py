@@ -15,7 +15,6 @@ from manta.api.security.access import Caller
 from manta.api.threads import read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable, NodeLeaving, NodeNotFound, NodeUnreachable
 from manta.service.control.control_plane import ControlPlane
-from manta.service.errors import InvalidParameter
 from manta.service.ids import NODE_ID_PATTERN
 from manta.service.store import jobs
 
@@ -45,7 +44,6 @@ async def check_cluster(request: Request, control: Control) -> schemas.ClusterCh
     openapi_extra=json_request(requests.DrainRequest),
     responses=changes(
         MalformedJson,
-        InvalidParameter,
         NodeNotFound,
         NodeUnreachable,
         ClusterUnavailable,
@@ -66,7 +64,6 @@ async def drain_node(
 @router.delete(
     "/nodes/{node_id}/drain",
     responses=changes(
-        InvalidParameter,
         NodeNotFound,
         NodeLeaving,
         NodeUnreachable,

@@ -16,7 +16,6 @@ from manta.api.security.access import Caller, JobId
 from manta.api.streams import Batch, Entry, Watched, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
-from manta.service.errors import InvalidParameter
 from manta.service.ids import JOB_ID_PATTERN
 from manta.service.states import is_final
 from manta.service.store import Event, Store, events, jobs
@@ -45,7 +44,7 @@ Wanted = Annotated[EventFilter, Depends(_wanted_events)]
 @router.get(
     "/jobs/{job_id}/events",
     response_model=schemas.Stream[schemas.Event],
-    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, InvalidParameter, RankNotFound)},
+    responses={**event_stream(schemas.Event), **reads(*OF_A_JOB, RankNotFound)},
 )
 async def list_job_events(
     request: Request,
@@ -80,7 +79,7 @@ async def list_job_events(
     response_model=schemas.Stream[schemas.JobEvent],
     responses={
         **event_stream(schemas.JobEvent, ends=False),
-        **reads(InvalidParameter, DATABASE_UNAVAILABLE),
+        **reads(DATABASE_UNAVAILABLE),
     },
 )
 async def list_events(

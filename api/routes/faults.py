@@ -15,7 +15,6 @@ from manta.api.security.access import Caller, Forbidden, JobId
 from manta.api.security.permissions import NEEDS
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.faults import FaultNotConfirmed, FaultNotPossible, FaultsNotAllowed
-from manta.service.errors import InvalidParameter
 from manta.service.store import jobs
 from manta.service.stored_specs import SpecNotUnderstood
 from manta.workers.protocol.messages import Fault
@@ -31,7 +30,6 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/faults", tags=["faults"])
     responses=changes(
         *OF_A_JOB,
         MalformedJson,
-        InvalidParameter,
         FaultsNotAllowed,
         FaultNotPossible,
         SpecNotUnderstood,

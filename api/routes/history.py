@@ -13,7 +13,6 @@ from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.control.control_plane import ControlPlane
-from manta.service.errors import InvalidParameter
 from manta.service.planner.job_plan import NotPlanned, drawn
 from manta.service.store import jobs, ledgers, plans, recoveries
 from manta.service.stored_specs import SpecNotUnderstood, stored_spec
@@ -22,7 +21,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}")
 SVG = "image/svg+xml"
 
 
-@router.get("/ledger", tags=["ledger"], responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("/ledger", tags=["ledger"], responses=reads(*OF_A_JOB))
 def get_ledger(
     control: Control,
     job_id: JobId,
@@ -55,7 +54,7 @@ async def get_job_plan_picture(request: Request, control: Control, job_id: JobId
     return Response(picture, media_type=SVG)
 
 
-@router.get("/recoveries", tags=["recoveries"], responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("/recoveries", tags=["recoveries"], responses=reads(*OF_A_JOB))
 def list_recoveries(
     control: Control, job_id: JobId, limit: Limit = 100, cursor: Cursor = None
 ) -> schemas.Items[schemas.Recovery]:

@@ -37,7 +37,6 @@ from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.cluster.sizes import SizeOutOfBounds
 from manta.service.control.control_plane import ControlPlane
 from manta.service.control.removal import NotRemoved
-from manta.service.errors import InvalidParameter
 from manta.service.ids import is_job_id
 from manta.service.job.inbox import Cancel, Pause, Resize
 from manta.service.planner.submission import (
@@ -100,7 +99,7 @@ def _wanted_jobs(
 Wanted = Annotated[JobFilter, Depends(_wanted_jobs)]
 
 
-@router.get("", response_model=schemas.Items[schemas.Job], responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
+@router.get("", response_model=schemas.Items[schemas.Job], responses=reads(DATABASE_UNAVAILABLE))
 async def list_jobs(
     request: Request,
     control: Control,
@@ -120,7 +119,7 @@ async def list_jobs(
     return Response(body, media_type="application/json")
 
 
-@router.get("/counts", responses=reads(InvalidParameter, DATABASE_UNAVAILABLE))
+@router.get("/counts", responses=reads(DATABASE_UNAVAILABLE))
 def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
     """Number of jobs in each state, with the same filters as the list."""
     with control.store.read_once() as connection:
@@ -133,7 +132,7 @@ def count_jobs(control: Control, wanted: Wanted) -> schemas.JobCounts:
 @router.get(
     "/sparklines",
     response_model=schemas.Items[schemas.Sparkline],
-    responses=reads(InvalidParameter, DATABASE_UNAVAILABLE),
+    responses=reads(DATABASE_UNAVAILABLE),
 )
 async def list_sparklines(
     request: Request,
@@ -162,7 +161,6 @@ async def list_sparklines(
         **changes(
             MalformedJson,
             IdempotencyConflict,
-            InvalidParameter,
             INVALID_SPEC,
             UNSUPPORTED,
             ClusterUnavailable,
@@ -224,7 +222,7 @@ async def submit_job(
 @router.get(
     "/{job_id}",
     response_model=schemas.Job,
-    responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB, InvalidParameter)},
+    responses={200: {"headers": _ETAG}, **reads(*OF_A_JOB)},
 )
 async def get_job(
     request: Request, control: Control, job_id: JobId, wait: WaitSeconds = 0.0, state: KnownState = None
@@ -238,7 +236,7 @@ async def get_job(
     return Response(job.body, media_type="application/json", headers={"ETag": job.etag})
 
 
-@router.get("/{job_id}/spec", responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("/{job_id}/spec", responses=reads(*OF_A_JOB))
 def get_job_spec(control: Control, job_id: JobId) -> schemas.WrittenSpec:
     """A job's spec as it is in force, and as it was written."""
     with control.store.read() as session:
@@ -251,7 +249,7 @@ def get_job_spec(control: Control, job_id: JobId) -> schemas.WrittenSpec:
     openapi_extra=json_request(requests.JobChanges),
     responses={
         200: {"headers": _ETAG},
-        **changes(*OF_A_JOB, MalformedJson, InvalidParameter, JobChanged),
+        **changes(*OF_A_JOB, MalformedJson, JobChanged),
     },
 )
 def edit_job(
@@ -326,9 +324,7 @@ def retry_job(control: Control, job_id: JobId) -> schemas.Job:
     "/{job_id}/resize",
     status_code=202,
     openapi_extra=json_request(requests.Resize),
-    responses=changes(
-        *OF_A_JOB, IllegalTransition, SpecNotUnderstood, MalformedJson, InvalidParameter, SizeOutOfBounds
-    ),
+    responses=changes(*OF_A_JOB, IllegalTransition, SpecNotUnderstood, MalformedJson, SizeOutOfBounds),
 )
 def resize_job(
     control: Control, job_id: JobId, wish: Annotated[requests.Resize, Depends(body_as(requests.Resize))]

@@ -18,7 +18,6 @@ from manta.api.security.access import JobId
 from manta.api.streams import Batch, Entry, Watched, stream, wants_stream
 from manta.api.threads import Threads
 from manta.service.control.running_ranks import RankNotFound
-from manta.service.errors import InvalidParameter
 from manta.service.logs.filters import MAX_REGEX_CHARACTERS, InvalidPattern, Level, LineTest, LogFilter, Stream
 from manta.service.logs.pages import (
     JobLogs,
@@ -83,7 +82,7 @@ Before = Annotated[
     response_model=schemas.LogLines,
     responses={
         **event_stream(schemas.LogLine),
-        **reads(*OF_A_JOB, InvalidParameter, RankNotFound, LogsUnavailable),
+        **reads(*OF_A_JOB, RankNotFound, LogsUnavailable),
     },
 )
 async def list_logs(

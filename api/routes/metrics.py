@@ -17,7 +17,6 @@ from manta.api.parameters import AfterStep, Control, refused
 from manta.api.problems import OF_A_JOB, reads
 from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
-from manta.service.errors import InvalidParameter
 from manta.service.store import Store, jobs, metric_bins
 from manta.service.store.errors import JobNotFound
 from manta.service.store.metric_points import LAST_STEP
@@ -27,7 +26,7 @@ router = APIRouter(prefix="/v1/jobs/{job_id}/metrics", tags=["metrics"])
 _NAMES = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}(,[A-Za-z][A-Za-z0-9_]{0,63}){0,63}")
 
 
-@router.get("", response_model=schemas.MetricSeries, responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("", response_model=schemas.MetricSeries, responses=reads(*OF_A_JOB))
 async def get_metrics(
     request: Request,
     control: Control,

@@ -13,7 +13,6 @@ from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.running_ranks import NoRanks, ObservedWaits, RankNotFound, RankTimeout
-from manta.service.errors import InvalidParameter
 from manta.service.store import jobs, ranks
 from manta.service.stored_specs import SpecNotUnderstood
 
@@ -32,7 +31,7 @@ def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     return schemas.Items(items=views.rank_views(rows, numbers))
 
 
-@router.get("/ranks/history", responses=reads(*OF_A_JOB, InvalidParameter))
+@router.get("/ranks/history", responses=reads(*OF_A_JOB))
 def get_rank_history(
     control: Control,
     job_id: JobId,
@@ -71,7 +70,7 @@ def _waits(seen: ObservedWaits) -> schemas.Waits:
 
 @router.get(
     "/ranks/{rank}/stack",
-    responses=reads(*OF_A_JOB, InvalidParameter, RankNotFound, NoRanks, RankTimeout, ClusterUnavailable),
+    responses=reads(*OF_A_JOB, RankNotFound, NoRanks, RankTimeout, ClusterUnavailable),
 )
 async def get_rank_stack(request: Request, control: Control, job_id: JobId, rank: RankPath) -> schemas.RankStack:
     """The current stacks of all threads of a rank's trainer, which keeps running. They are also written to its log."""

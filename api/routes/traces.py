@@ -20,7 +20,6 @@ from manta.api.security.access import JobId
 from manta.api.threads import read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
-from manta.service.errors import InvalidParameter
 from manta.service.job.inbox import Trace
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.request import for_job
@@ -48,7 +47,7 @@ Traces = Annotated[TraceReader, Depends(traces_of)]
     "/traces",
     status_code=202,
     openapi_extra=json_request(requests.TraceRequest),
-    responses=changes(*OF_A_JOB, MalformedJson, InvalidParameter, TraceNotPossible, SpecNotUnderstood),
+    responses=changes(*OF_A_JOB, MalformedJson, TraceNotPossible, SpecNotUnderstood),
 )
 def request_trace(
     control: Control,
@@ -77,7 +76,7 @@ def list_traces(traces: Traces, job_id: JobId) -> schemas.Items[trace_schemas.Tr
 @router.get(
     "/traces/{trace_id}",
     response_model=trace_schemas.TraceDocument,
-    responses=reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
+    responses=reads(*OF_A_JOB, TraceNotFound),
 )
 async def get_trace(request: Request, control: Control, traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
     """One trace with every slice of every rank, and the planner's timeline of the same step."""
@@ -93,7 +92,7 @@ async def get_trace(request: Request, control: Control, traces: Traces, job_id: 
     response_class=Response,
     responses={
         200: {"content": {PERFETTO: {"schema": {"type": "string", "format": "binary"}}}},
-        **reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
+        **reads(*OF_A_JOB, TraceNotFound),
     },
 )
 def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> Response:
@@ -107,7 +106,7 @@ def get_trace_for_perfetto(traces: Traces, job_id: JobId, trace_id: TraceId) -> 
     response_class=Response,
     responses={
         200: {"content": {GZIP: {"schema": {"type": "string", "format": "binary"}}}},
-        **reads(*OF_A_JOB, InvalidParameter, TraceNotFound),
+        **reads(*OF_A_JOB, TraceNotFound),
     },
 )
 def get_profile(
@@ -118,7 +117,7 @@ def get_profile(
     return Response(traces.profile(job_id, trace_id, rank), media_type=GZIP, headers=headers)
 
 
-@router.get("/budget", responses=reads(*OF_A_JOB, InvalidParameter, NothingMeasured, SpecNotUnderstood))
+@router.get("/budget", responses=reads(*OF_A_JOB, NothingMeasured, SpecNotUnderstood))
 async def get_budget(
     request: Request,
     control: Control,

@@ -35,7 +35,7 @@ class Unauthenticated(ServiceError):
     def __init__(self, ended: str | None = None) -> None:
         """`ended`: which key was sent, and why it is no longer valid."""
         super().__init__(
-            f"{'' if ended is None else f'the key {ended}: '}send a key that is good: `Authorization: Bearer KEY`. The "
+            f"{'' if ended is None else f'the key {ended}: '}send a valid key: `Authorization: Bearer KEY`. The "
             "command and the client take it from MANTA_API_KEY, or from `api.key` in the home of a service on the same "
             "machine; for a browser `manta link` prints a link"
         )

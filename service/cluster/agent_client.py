@@ -30,7 +30,7 @@ from manta.workers.rank.agent import Agent
 
 T = TypeVar("T")
 A = TypeVar("A", bound="RayActor")
-_OTHER_AGENT = "a release of Manta that speaks it continues the job, or cancel the job"
+_OTHER_AGENT = "continue the job with a release that supports that protocol, or cancel the job"
 _OTHER_DAEMON = "it is replaced once no job runs on its node"
 
 

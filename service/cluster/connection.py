@@ -34,13 +34,13 @@ class RayConnection:
         """The result of `function`, without blocking the loop. Raises ClusterUnavailable for what Ray raises, if it
         takes too long, and at once while all threads are blocked by calls that took too long."""
         if self._threads.all_hang:
-            raise ClusterUnavailable(TimeoutError(f"Ray has left {self._threads.count} calls without an answer"))
+            raise ClusterUnavailable(TimeoutError(f"Ray has not answered {self._threads.count} calls"))
         call = self._threads.submit(functools.partial(function, *arguments, **named))
         answer = asyncio.wrap_future(call)
         try:
             await asyncio.wait({answer}, timeout=self._seconds)
             if not answer.done():
-                raise ClusterUnavailable(TimeoutError(f"Ray gave no answer in {self._seconds:g} s"))
+                raise ClusterUnavailable(TimeoutError(f"Ray did not answer within {self._seconds:g} s"))
             return answer.result()
         except self.module.exceptions.RayError as error:
             raise ClusterUnavailable(error) from error

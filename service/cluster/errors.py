@@ -13,7 +13,7 @@ OPEN_PORTS_ADVICE = "open the ports of MANTA_PORTS between all machines (docs/de
 OPEN_RAYS = "open the ports of Ray between all machines of the cluster (docs/deploy/ray.md)"
 NAMED = 3
 """How many nodes, or ports, a sentence names before it only counts the rest."""
-SAME_CODE = "install the same Manta there as here, or have ours shipped to the nodes with MANTA_SHIP_CODE=1"
+SAME_CODE = "install the same release there, or set MANTA_SHIP_CODE=1 to ship this one to the nodes"
 
 
 class ClusterUnavailable(ServiceError):
@@ -35,12 +35,12 @@ def needs_traceback(error: Exception) -> bool:
 class NodeNotFound(ServiceError):
     """No node, or more than one, has this id."""
 
-    kind = ErrorKind("node_not_found", 404, "there is no such node, or several ids begin like that")
+    kind = ErrorKind("node_not_found", 404, "there is no such node, or several ids start with this")
 
     def __init__(self, node: str, matches: int):
         """`matches`: how many nodes have it."""
         many = (
-            f"{matches} nodes have ids that begin with {node}: give more of it"
+            f"{matches} nodes have ids that start with {node}: give more characters"
             if matches
             else f"there is no node {node}"
         )
@@ -72,11 +72,11 @@ def problem_of(about: NodeDescription, other_code: bool) -> str | None:
     from ours."""
     name = f"node {about.host} ({about.address})"
     if other_code:
-        return f"{name} runs another Manta than the control plane: {SAME_CODE}"
+        return f"{name} runs another release of Manta than the control plane: {SAME_CODE}"
     if about.unshared:
         return (
             f"{name} does not share {about.unshared[0]}, where the checkpoints would be: set MANTA_CHECKPOINTS to an "
-            "object store, or to a folder that control plane and nodes have at the same path and may write to"
+            "object store, or to a folder that the control plane and the nodes share at the same path and can write to"
         )
     return None
 

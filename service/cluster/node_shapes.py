@@ -20,7 +20,7 @@ class InvalidNodeShapes(MantaError):
 
     def __init__(self, text: str):
         super().__init__(
-            f"{text!r} declares no nodes; it takes TYPE=COUNT x UNITS slots or gpus, several with commas, such as "
+            f"{text!r} is not a list of nodes; write TYPE=COUNT x UNITS slots or gpus, several with commas, such as "
             "workers=4x8 slots, accelerated=2x8 gpus"
         )
 

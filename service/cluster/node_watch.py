@@ -88,7 +88,7 @@ class NodeWatch:
             self._watchers[node] = asyncio.create_task(self._watch(living[node]), name=node)
         for node in self._watchers.keys() - living.keys():
             self._watchers.pop(node).cancel()
-            await self._mark_lost(node, "Ray says that it is gone")
+            await self._mark_lost(node, "Ray reports it as dead")
             self._refused.pop(node, None)
         self._cluster.keep_only({node.id for node in known if node.alive})
         self.lag.done()

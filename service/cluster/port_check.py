@@ -114,7 +114,7 @@ async def _try_from(party: _Party, ports: Sequence[_Port]) -> list[_Closed] | st
     try:
         missed = await within(REQUEST_SECONDS, party.daemon.unreached(list(by_address), CONNECT_SECONDS))
     except AgentError as error:
-        return f"node {_named(party.node)} did not say whom it reaches: {error}"
+        return f"node {_named(party.node)} did not report which nodes it reaches: {error}"
     return [_Closed(by_address[address], f"node {_named(party.node)}") for address in missed]
 
 

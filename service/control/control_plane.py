@@ -448,4 +448,6 @@ class ControlPlane:
             return future.result(seconds)
         except TimeoutError as error:
             future.cancel()  # nothing waits for it any more
-            raise ClusterUnavailable(TimeoutError(f"the cluster gave no answer in {seconds:g} s; try again")) from error
+            raise ClusterUnavailable(
+                TimeoutError(f"the cluster did not answer within {seconds:g} s; try again")
+            ) from error

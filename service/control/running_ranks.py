@@ -35,7 +35,7 @@ class NoRanks(ServiceError):
     kind = ErrorKind("no_ranks", 409, "the job has no running ranks")
 
     def __init__(self, job: Job):
-        super().__init__(f"{job.id} is {job.state} and has no ranks that run: ask while it is RUNNING")
+        super().__init__(f"{job.id} is {job.state} and has no running ranks: ask while it is RUNNING")
 
 
 class RankNotFound(ServiceError):

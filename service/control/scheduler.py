@@ -315,7 +315,7 @@ class Scheduler:
         shortage = missing(smallest(spec).layout, slots)
         if shortage is not None and shortage.can_never_fit:
             return ""
-        return "; with resources.accelerator: cpu it would take slots, of which there are enough"
+        return "; with resources.accelerator: cpu it would run on CPU slots, of which there are enough"
 
     async def _try_to_place(self, job: Job, submitted: JobSpec) -> bool:
         spec = await self._sized(job, submitted)

@@ -62,7 +62,10 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
         seconds["copies"] = mean.copies
     words = _words(model)
     if time.tied > time.gradients:
-        words["gradients"] = "the embedding's gradients, which first and last stage have", "model.tie_embeddings: false"
+        words["gradients"] = (
+            "the embedding's gradients, which the first and the last stage hold",
+            "model.tie_embeddings: false",
+        )
     return tuple(Share(name, each, *words[name]) for name, each in seconds.items())
 
 

@@ -148,7 +148,7 @@ def drift_of(planned: Mapping[str, Any], measured: Measured) -> Drift | None:
         ratio = measured.memory_bytes / planned_bytes
         gib = 2**30
         head = (
-            f"The fullest rank takes {measured.memory_bytes / gib:.2f} GiB; the plan said {planned_bytes / gib:.2f} GiB"
+            f"The fullest rank uses {measured.memory_bytes / gib:.2f} GiB; the plan said {planned_bytes / gib:.2f} GiB"
         )
         return Drift(ratio, "memory", f"{head} ({_by(ratio)}).")
     return None

@@ -129,7 +129,7 @@ def least_squares(rows: Sequence[tuple[float, float, float, float]]) -> tuple[fl
     ac, bc = (sum(row[i] * row[2] for row in scaled) for i in (0, 1))
     determinant = aa * bb - ab * ab
     if determinant <= 0:
-        raise ValueError("too few rows to tell what an operation takes from what a byte takes")
+        raise ValueError("too few rows to separate the time per operation from the time per byte")
     x, y = (ac * bb - bc * ab) / determinant, (bc * aa - ac * ab) / determinant
     least_x, least_y = abs(ac / aa) / 100, abs(bc / bb) / 100
     if x < least_x:

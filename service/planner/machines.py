@@ -82,8 +82,8 @@ class Calibrated:
         """A note about the links between its GPUs if they were not measured this time; otherwise None."""
         if self.links_problem is None:
             return None
-        then = "plans go by what is assumed of it" if self.links is None else "what was measured before stays"
-        return f"what lies between its GPUs was not measured ({self.links_problem}): {then}"
+        then = "plans use assumed values" if self.links is None else "the earlier measurement stays"
+        return f"the links between its GPUs were not measured ({self.links_problem}): {then}"
 
     @property
     def constants(self) -> dict[str, float]:

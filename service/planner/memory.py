@@ -224,7 +224,7 @@ class Fit:
         largest = max((name for name in parts if name != "total"), key=lambda name: parts[name])
         advice = f" (try: {self.change})" if self.change else ""
         return (
-            f"{self.missing / GIB:.1f} GiB more than the {self.usable / GIB:.1f} GiB that a rank may take; the largest "
+            f"{self.missing / GIB:.1f} GiB more than the {self.usable / GIB:.1f} GiB that a rank may use; the largest "
             f"part is {largest}, {parts[largest] / GIB:.1f} GiB{advice}"
         )
 

@@ -60,7 +60,7 @@ def _pipeline(bars: Sequence[Mapping[str, Any]] | None) -> _Part:
         lines.append(_bar(x, bar["rank"] * LANE, width, colour, label))
         if width > 7 * len(number):
             lines.append(_text(x + width / 2, bar["rank"] * LANE + 14, number, 10, "middle"))
-    heading = f"Pipeline of one step, {_seconds(end)}: forward blue, backward green; what is white is waiting"
+    heading = f"Pipeline of one step, {_seconds(end)}: forward blue, backward green, waiting white"
     return heading, lines, ranks * LANE
 
 

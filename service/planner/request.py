@@ -97,14 +97,14 @@ def _misplaced(job: JobSpec, cluster: Cluster) -> list[Problem]:
     """Whether the cluster has none of what the job asks for."""
     wanted, has_gpus = job.resources.accelerator, any(part.machine.has_gpus for part in cluster.parts)
     if wanted == "cpu" and has_gpus:
-        problem = "the job takes slots, and this cluster is one of GPUs; `gpu` or `auto` takes those"
+        problem = "the job uses CPU slots, but this cluster has GPUs: use `gpu` or `auto`"
         return [Problem("resources.accelerator", problem, "auto")]
     return [_WITHOUT_GPUS] if wanted == "gpu" and not has_gpus else []
 
 
 _WITHOUT_GPUS = Problem(
     "resources.accelerator",
-    "the job would wait for GPUs, of which this cluster has none; `cpu` or `auto` takes slots",
+    "the job needs GPUs, and this cluster has none: use `cpu` or `auto`",
     "auto",
 )
 
@@ -176,7 +176,7 @@ def read_cluster(document: Any, current: CurrentCluster, node: CpuNode, known: M
         raise SpecError([Problem("cluster.current", f"must be true or false, not {kind_of(is_current)}", "true")])
     name, sizes = _read_nodes("cluster", document, {*_KEYS, "current", "groups"})
     if is_current and sizes:
-        problem = f"current: true has the nodes that there are; leave out {' and '.join(sizes)}, or current"
+        problem = f"current: true means the nodes of this cluster; leave out {' and '.join(sizes)}, or current"
         raise SpecError([Problem("cluster.current", problem, "false")])
     if is_current:
         return current(name)
@@ -221,7 +221,7 @@ def _unequal_cluster(document: Mapping[str, Any], node: CpuNode, known: Machines
     elif not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         problem = f"must be a list of mappings, not {kind_of(groups)}"
     elif not 1 <= len(groups) <= MAX_KINDS:
-        problem = f"has nodes of 1 to {MAX_KINDS} kinds, not {len(groups)}"
+        problem = f"must list 1 to {MAX_KINDS} kinds of nodes, not {len(groups)}"
     if problem is not None:
         raise SpecError([Problem("cluster.groups", problem, example)])
     parts = []
@@ -243,8 +243,8 @@ def together(parts: Sequence[Cluster]) -> Cluster:
     twice = [type for type, count in Counter(part.type for part in typed).items() if count > 1]
     if twice:
         problem = (
-            f"Ray calls the GPUs of two groups {twice[0]}, so that no stage could be placed on one of them: make them "
-            "one group, or leave one"
+            f"Ray reports the GPU type {twice[0]} for two groups, so no stage can be assigned to one of them: merge "
+            "the groups, or leave one out"
         )
         raise SpecError([Problem("cluster.groups", problem)])
     first, *others = sorted(typed, key=lambda part: (-part.gpus * part.machine.accelerator.peak_16bit, part.type or ""))
@@ -290,7 +290,7 @@ def _type_of(nodes: Sequence[Mapping[str, Any]]) -> str:
     name = machine_name(called, memory)
     if name is None:
         problem = f"no plans can be made for this cluster's GPUs of type {called}; known are {', '.join(MACHINES)}"
-        raise SpecError([Problem("cluster.accelerator", problem, "the one that is most like it")])
+        raise SpecError([Problem("cluster.accelerator", problem, "the most similar one")])
     return name
 
 
@@ -334,6 +334,6 @@ def _most_frequent(places: Sequence[float], of: str) -> tuple[int, int]:
     it counts. Raises SpecError."""
     sizes = Counter(int(place) for place in places if int(place) > 0)
     if not sizes:
-        raise SpecError([Problem("cluster.current", f"this cluster has no node whose {of} jobs may have", "false")])
+        raise SpecError([Problem("cluster.current", f"this cluster has no node with {of} for jobs", "false")])
     size = max(sizes, key=lambda each: (sizes[each] * each, each))
     return sum(number for each, number in sizes.items() if each >= size), size

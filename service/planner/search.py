@@ -136,7 +136,7 @@ def no_products(spec: JobSpec, cluster: Cluster) -> str | None:
     if spec.train.fp8 == "off" or not machine.has_gpus or machine.accelerator.peak_8bit is not None:
         return None
     name = machine.accelerator.name
-    return f"train.fp8 needs GPUs of Ada, Hopper or Blackwell, and {name} has no 8-bit products: set train.fp8: off"
+    return f"train.fp8 needs GPUs of Ada, Hopper or Blackwell, and {name} has no 8-bit matmuls: set train.fp8: off"
 
 
 def _no_room(spec: JobSpec, parts: Sequence[Cluster], stages: int) -> str | None:
@@ -400,7 +400,7 @@ def _rejected(job: JobSpec, cluster: Cluster, plans: Iterable[Plan], best: Best)
     answers = []
     for key, (seconds, candidate) in sorted(best.slower.items(), key=lambda item: item[1]):
         if key not in chosen:
-            reason = f"takes at least {seconds:.3g} s a step, {seconds / least:.2f} times as long as the best"
+            reason = f"at least {seconds:.3g} s per step, {seconds / least:.2f} times the best"
             answers.append(Rejected(candidate.spec(job), reason))
     for key, (_, candidate) in sorted(best.too_large.items(), key=lambda item: item[1]):
         if key not in chosen and key not in best.slower and len(answers) < MAX_REJECTED:
@@ -425,5 +425,7 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
             if bounds.min_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
                 continue
             if worst_rank(spec, larger.machine).total <= usable:
-                return f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB a rank) would do"
+                return (
+                    f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB per rank) would be enough"
+                )
     return None

@@ -19,6 +19,7 @@ from manta.workers.data.batch_plan import BatchPlan
 from manta.workers.step_traces.analysis import idle_slices, own_seconds
 from manta.workers.step_traces.assembly import PASSES, StepTrace, TracedRank
 from manta.workers.timing.recording import Slice
+from manta.workers.training.metric_names import VALIDATION_LOSS
 
 PARTS = (
     *("arithmetic", "products", "recomputation", "bubble", "tensor", "pipeline", "data"),
@@ -32,6 +33,7 @@ _HELP = {
     "tensor": "a smaller tensor size with more pipeline stages",
     "pipeline": "fewer stages, or stages that share a node",
     "data": "fewer replicas, a larger global batch, or replacing slow ranks",
+    "rest": "fewer validations (`train.validate_every`), if the measured steps include one",
     "optimizer": "a larger global batch, so that there are fewer updates, or `parallel.zero: 1`",
     "loader": "tokenizing beforehand (`manta tokenize`), or faster storage",
     "snapshot": "fewer snapshots and checkpoints (`checkpoint.snapshot_every_steps`, `checkpoint.every_steps`)",
@@ -160,10 +162,11 @@ def _parts(seconds: Mapping[str, float], whole: float, ideal: float | None, how:
 
 def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, ...]:
     """The mean budget of the steps whose rows of metrics have a division into phases (`train.time_parts_every`). Empty
-    if none has."""
+    if none has. Those that validated too are used only if there are no others."""
     measured = [row for row in rows if row.get("forward_seconds") is not None and row.get("step_seconds")]
     if not measured:
         return ()
+    measured = [row for row in measured if not any(name.startswith(VALIDATION_LOSS) for name in row)] or measured
     sums: defaultdict[str, float] = defaultdict(float)
     for row in measured:
         for phase, part in _MEASURED.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sqlalchemy.exc import OperationalError
 
 from manta.service.errors import ErrorKind, InvalidParameter, ServiceError
+from manta.service.ids import is_job_id
 from manta.service.states import ACTIONS, ADVICE, TRANSITIONS, JobState
 from manta.workers.errors import MantaError
 
@@ -15,7 +16,10 @@ class JobNotFound(ServiceError):
     kind = ErrorKind("job_not_found", 404, "there is no such job")
 
     def __init__(self, job_id: str):
-        super().__init__(f"there is no job {job_id[:100]!r}; `manta ps` lists the jobs")
+        if is_job_id(job_id):
+            super().__init__(f"there is no job {job_id!r}; `manta ps` lists the jobs")
+        else:
+            super().__init__(f"{job_id[:100]!r} is not a job's id; GET /v1/jobs?name=NAME finds ids by name")
 
 
 class IllegalTransition(ServiceError):
@@ -40,7 +44,7 @@ class JobNotFinal(ServiceError):
 
     def __init__(self, job_id: str, state: JobState):
         super().__init__(
-            f"{job_id} is {state}, and only a job that is over can be deleted: cancel it first "
+            f"{job_id} is {state}, and only a job that has ended can be deleted: cancel it first "
             f"(`manta cancel {job_id}`), and delete it once it is {JobState.CANCELLED}"
         )
 
@@ -127,7 +131,7 @@ class TooManyLabels(InvalidParameter):
     field = "labels"
 
     def __init__(self, count: int, most: int):
-        super().__init__(f"the job would have {count} labels, and may have {most}: take some away, with null as value")
+        super().__init__(f"the job would have {count} labels, and may have {most}: remove some by setting them to null")
 
 
 class InvalidCursor(InvalidParameter):
@@ -136,7 +140,7 @@ class InvalidCursor(InvalidParameter):
     field = "cursor"
 
     def __init__(
-        self, message: str = "the cursor is not one that this release of Manta gave out; start again without one"
+        self, message: str = "the cursor was not issued by this release of Manta; start again without one"
     ) -> None:
         super().__init__(message)
 
@@ -184,7 +188,7 @@ class LinkInvalid(ServiceError):
     kind = ErrorKind("link_not_good", 404, "the link was used before, has expired or was never issued")
 
     def __init__(self) -> None:
-        super().__init__("this link was used before, has expired or was never given out; `manta link` prints a new one")
+        super().__init__("this link was used before, has expired or was never issued; `manta link` prints a new one")
 
 
 class StoreUnusable(MantaError):

@@ -62,7 +62,7 @@ def test_dry_run_of_a_gpu_job_on_a_cluster_without_gpus_explains_the_missing_pla
     document["resources"] = {"accelerator": "gpu"}
     answer = service.http.post("/v1/jobs?dry_run=true", json=document).json()
     assert answer["plan"] is None
-    assert answer["plan_note"].startswith("nothing is planned: the job would wait for GPUs, of which this cluster has")
+    assert answer["plan_note"].startswith("nothing is planned: the job needs GPUs, and this cluster has")
 
 
 def test_dry_run_reports_missing_data(service, document, tmp_path, monkeypatch):

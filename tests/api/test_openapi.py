@@ -90,7 +90,7 @@ def test_openapi_lists_exactly_the_errors_of_each_operation(api):
     assert errors["list_jobs"][401] == ["unauthenticated"]
     assert errors["get_job"][404] == ["job_not_found"]
     assert errors["submit_job"][422] == ["invalid_parameter", "invalid_spec", "unsupported"]
-    assert 422 not in errors["list_ranks"], "it takes nothing that could be wrong"
+    assert errors["list_ranks"][422] == ["invalid_parameter"], "of one that it does not have"
     assert 404 not in errors["list_jobs"]
     assert errors["inject_fault"][403] == ["unknown_host", "forbidden", "cross_site", "faults_not_allowed"]
     assert errors["drain_node"][503] == [

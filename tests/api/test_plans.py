@@ -80,7 +80,7 @@ def test_plans_use_the_calibration_of_their_gpu_type(service, calibrated):
     save(path.parent, replace(calibration, links=Links(3.6e11, 3e-6, 0.1), links_problem="NCCL error"))
     (machine,) = service.http.get("/v1/machines").json()["items"]
     assert machine["links"] == {"bandwidth": 3.6e11, "hop_seconds": 3e-6, "error": 0.1}
-    assert "not measured (NCCL error): what was measured before stays" in machine["links_note"]
+    assert "not measured (NCCL error): the earlier measurement stays" in machine["links_note"]
     path.write_text("{}")
     assert "calibrate again" in service.http.post("/v1/plans", json=asked).json()["errors"][0]["rule"]
 
@@ -184,7 +184,7 @@ def test_plans_use_the_accelerator_that_the_job_asks_for_and_refuse_missing_gpus
         assert answer.status_code == 422
         (error,) = answer.json()["errors"]
         assert error["path"] == "resources.accelerator"
-        assert "GPUs, of which this cluster has none" in error["rule"]
+        assert "the job needs GPUs, and this cluster has none" in error["rule"]
     assert service.http.post("/v1/plans", json=job | {"cluster": PLAN["cluster"]}).status_code == 200
     nodes = [{"alive": True, "accelerator": "gpu", "total": 8, "gpu_type": "H100", "slots_total": 2}]
     monkeypatch.setattr(service.control, "cluster", lambda: {"nodes": nodes})

@@ -69,6 +69,17 @@ def test_body_with_a_key_twice_is_refused_with_the_path_of_the_key(service, body
     assert problem["detail"] == f"the body has the key {key} twice: leave one of them out"
 
 
+@pytest.mark.parametrize(("path", "status", "detail"), [
+    ("/v1/jobs?limti=1&owner=a", 422, "limti: unknown parameter; known are cursor, label, limit"),
+    ("/v1/cluster?wait=1", 422, "wait: unknown parameter; this call has none"),
+    ("/v1/jobs?limit=many", 422, "limit: must be an integer, not 'many'"),
+    ("/v1/jobs/by-name", 404, "'by-name' is not a job's id; GET /v1/jobs?name=NAME finds"),
+])  # fmt: skip
+def test_misspelled_parameter_or_name_in_an_address_is_answered_with_what_works(service, path, status, detail):
+    response = service.http.get(path)
+    assert response.status_code == status and response.json()["detail"].startswith(detail)
+
+
 @pytest.mark.parametrize("body", [b"null", b"[]", b"5", b'"name: x"', b"{}"])
 def test_submission_of_json_that_is_no_spec_is_refused(service, body):
     check(service.http.post("/v1/jobs", content=body, headers=JSON), 422, "invalid_spec")
@@ -191,7 +202,7 @@ def test_exception_after_the_start_of_an_answer_breaks_the_answer_off(begun):
     [
         (OperationalError, "nothing was changed by this request: try it again"),
         (InternalError, "nothing was changed by this request: try it again"),
-        (OutcomeUnknown, "see whether this request has changed anything"),
+        (OutcomeUnknown, "check whether this request has changed anything"),
     ],
 )
 def test_a_database_that_does_not_answer_is_a_503_that_says_when_to_try_again(

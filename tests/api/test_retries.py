@@ -201,9 +201,9 @@ def test_client_stream_patience_restarts_after_each_reconnection(hear, monkeypat
 
 @both
 def test_client_stream_with_a_revoked_key_raises_the_refusal(hear):
-    document = {"code": "unauthenticated", "title": "t", "status": 401, "detail": "send a key that is good"}
+    document = {"code": "unauthenticated", "title": "t", "status": 401, "detail": "send a valid key"}
     transport, _ = answers_of(stream_of("1"), httpx.Response(401, json=document))
-    with pytest.raises(ApiError, match="send a key"):
+    with pytest.raises(ApiError, match="send a valid key"):
         hear(transport)
 
 

@@ -161,13 +161,13 @@ def test_layout_is_the_one_in_use_with_nothing_left_open(store, job):
 
 def test_dry_run_places_every_rank_up_to_as_many_as_are_listed(document, monkeypatch):
     spec = JobSpec.model_validate(document)
-    layout = views.dry_run_view(spec, None, None, None, None).layout
+    layout = views.dry_run_view(spec, None, None, False, None, ()).layout
     assert layout.ranks is not None
     assert [place.rank for place in layout.ranks] == [0, 1, 2, 3]
     places = {(place.tensor, place.pipeline, place.data, place.context) for place in layout.ranks}
     assert places == {(tensor, stage, 0, 0) for tensor in (0, 1) for stage in (0, 1)}
     assert (layout.world_size, layout.micro_batches) == (4, spec.micro_batches)
     monkeypatch.setattr(views, "MAX_RANKS_LISTED", 4)
-    assert views.dry_run_view(spec, None, None, None, None).layout.ranks is not None
+    assert views.dry_run_view(spec, None, None, False, None, ()).layout.ranks is not None
     monkeypatch.setattr(views, "MAX_RANKS_LISTED", 3)
-    assert views.dry_run_view(spec, None, None, None, None).layout.ranks is None
+    assert views.dry_run_view(spec, None, None, False, None, ()).layout.ranks is None

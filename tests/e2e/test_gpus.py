@@ -121,7 +121,7 @@ def test_gpu_job_larger_than_the_cluster_waits_without_blocking_others(manta, cl
     job = manta.submit(manta.spec(STEPS, (2, 2, 1)))
     why = (
         "needs 4 GPUs in groups of 2 on one node; the cluster has 2; "
-        "with resources.accelerator: cpu it would take slots, of which there are enough"
+        "with resources.accelerator: cpu it would run on CPU slots, of which there are enough"
     )
     manta.until("why it waits", lambda: manta.client.job(job).message == why)  # Ray's own view lags a little
     assert (manta.client.job(job).state, manta.client.job(job).reason) == ("QUEUED", "insufficient_gpus")

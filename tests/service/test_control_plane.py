@@ -257,7 +257,7 @@ def test_control_plane_gives_up_a_hanging_ray_call_after_its_timeout(start, clus
             ended.set()
 
     monkeypatch.setattr(cluster.nodes, "has_gpus", hangs)
-    with pytest.raises(ClusterUnavailable, match=r"no answer in 0\.01 s; try again"):
+    with pytest.raises(ClusterUnavailable, match=r"did not answer within 0\.01 s; try again"):
         plane._call(cluster.nodes.has_gpus(), 0.01)
     assert ended.wait(SECONDS), "it is given up"
 

@@ -78,7 +78,7 @@ def test_doctor_compares_shared_memory_with_the_snapshots_of_a_job(room):
     needed = snapshot_bytes(job())
     room(8 * GIB, needed - 1)
     (seen,) = doctor.shared_memory(job())
-    assert seen.verdict == "problem" and f"the snapshots of big take {byte_count(needed)}" in seen.message
+    assert seen.verdict == "problem" and f"the snapshots of big need {byte_count(needed)}" in seen.message
     room(8 * GIB, needed)
     assert [each.verdict for each in doctor.shared_memory(job())] == ["ok"]
     room(8 * GIB, 8 * GIB, available=needed - 1)
@@ -192,7 +192,7 @@ def test_doctor_ignores_folders_that_do_not_exist_yet(tmp_path):
 def test_doctor_reports_folders_that_others_can_access(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir(mode=0o700)
-    assert verdicts(doctor.folders(Paths.of(home))) == [("ok", f"{home} (home) is this user's alone")]
+    assert verdicts(doctor.folders(Paths.of(home))) == [("ok", f"{home} (home) is accessible to this user only")]
     home.chmod(0o755)
     (seen,) = doctor.folders(Paths.of(home))
     assert (seen.verdict, seen.advice) == ("warning", f"chmod 700 {home}") and "mode 755" in seen.message
@@ -214,7 +214,7 @@ def test_doctor_check_that_raises_is_reported_and_hides_no_other():
 
     good = Finding("b", "ok", "fine")
     seen = list(findings({"a": broken, "b": lambda: [good]}))
-    assert seen == [Finding("a", "problem", "could not be looked at: RuntimeError: no"), good]
+    assert seen == [Finding("a", "problem", "could not be checked: RuntimeError: no"), good]
 
 
 def test_doctor_checks_the_data_of_a_job(tmp_path):
@@ -277,7 +277,7 @@ def test_doctor_warns_of_an_untested_ray_version(monkeypatch, version, verdict):
 
 
 @pytest.mark.parametrize(("about", "gpus", "verdict", "said"), [
-    (CPU, 0, "ok", "ranks take CPU slots"),
+    (CPU, 0, "ok", "ranks use CPU slots"),
     (CPU, 2, "problem", "is a CPU build, and this machine has 2 GPUs"),
     (CUDA, 2, "ok", "CUDA 13.0, driver 570.1, NCCL 2.29.1; GPUs: H100, H100"),
     (CUDA, 3, "problem", "it sees 2 of 3 GPUs"),
@@ -329,7 +329,7 @@ def test_a_control_plane_needs_no_torch(monkeypatch):
     monkeypatch.setattr(doctor.importlib.metadata, "version", without_torch)
     (requirements,), (torch,) = doctor.requirements(), doctor.torch(gpus=8)
     assert (requirements.verdict, torch.verdict) == ("ok", "warning")
-    assert "no ranks can run on it" in torch.message
+    assert "but no ranks" in torch.message
 
 
 def test_doctor_reads_the_version_of_the_gpu_driver(tmp_path):
@@ -341,7 +341,7 @@ def test_doctor_reads_the_version_of_the_gpu_driver(tmp_path):
 
 def test_doctor_accepts_a_database_that_does_not_exist_yet(tmp_path):
     (seen,) = doctor.database(Settings(tmp_path / "home"))
-    assert seen.verdict == "ok" and "is empty; the first `manta up` makes what is needed" in seen.message
+    assert seen.verdict == "ok" and "is empty; the first `manta up` creates its tables" in seen.message
     assert not (tmp_path / "home").exists()
 
 
@@ -364,7 +364,7 @@ def test_doctor_accepts_an_empty_database(tmp_path):
 def test_doctor_reports_a_home_whose_database_was_not_named(tmp_path):
     (tmp_path / "database").write_text("postgresql://me:***@there/manta")
     (seen,) = doctor.database(Settings(tmp_path))
-    assert seen.verdict == "problem" and "are in postgresql://me:***@there/manta, which was not named" in seen.message
+    assert seen.verdict == "problem" and "are in another database, postgresql://me:***@there/manta" in seen.message
     assert seen.advice == "name it with --database or MANTA_DATABASE_URL"
     (tmp_path / "database").write_text(sqlite_url(tmp_path / "manta.db"))
     assert [each.verdict for each in doctor.database(Settings(tmp_path))] == ["ok"]
@@ -374,7 +374,7 @@ def test_a_database_of_this_release_answers(database_url, tmp_path):
     seen = list(doctor.database(Settings(tmp_path, database_url=database_url)))
     assert {each.verdict for each in seen} == {"ok"}
     assert [each.subject for each in seen] == ["database", "clock"][: len(seen)]
-    assert seen[0].message.endswith("at revision " + Store(database_url).revision)
+    assert seen[0].message.endswith("revision " + Store(database_url).revision)
 
 
 def test_doctor_warns_of_a_database_of_another_release(store, database_url, tmp_path, monkeypatch):
@@ -426,4 +426,4 @@ def test_doctor_checks_the_log_folder_unless_it_is_that_of_checkpoints(tmp_path)
     (tmp_path / "file").touch()
     (seen,) = doctor.logs(replace(settings, logs=tmp_path / "file" / "below"))
     assert (seen.subject, seen.verdict) == ("logs", "problem")
-    assert "home alone" in next(doctor.logs(Settings(tmp_path))).message
+    assert "home only" in next(doctor.logs(Settings(tmp_path))).message

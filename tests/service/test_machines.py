@@ -141,14 +141,14 @@ ONE = replace(OF_GPU, device="Another", links_problem="there is one GPU")
 
 @pytest.mark.parametrize(
     ("before", "note"),
-    [(None, "plans go by what is assumed"), (LINKS, "what was measured before stays")],
+    [(None, "plans use assumed values"), (LINKS, "the earlier measurement stays")],
 )
 def test_links_that_could_not_be_measured_again_stay(tmp_path, before, note):
     """Another node of this type has one GPU, or NCCL failed."""
     save(tmp_path, replace(OF_GPU, links=before))
     made = with_links_of_before(tmp_path, ONE)
     assert made == replace(ONE, links=before)
-    assert made.links_note.startswith(f"what lies between its GPUs was not measured (there is one GPU): {note}")
+    assert made.links_note.startswith(f"the links between its GPUs were not measured (there is one GPU): {note}")
 
 
 def test_links_of_an_earlier_calibration_are_unused_if_missing_or_measured_again(tmp_path):

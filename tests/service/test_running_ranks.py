@@ -120,7 +120,7 @@ def test_stack_or_waits_of_missing_ranks_are_refused_with_a_reason(running, agen
     store.write(lambda session: ranks.end_all(session, job))
     queued = submit().id
     for about in (job, queued):
-        with pytest.raises(NoRanks, match="no ranks that run"):
+        with pytest.raises(NoRanks, match="no running ranks"):
             asyncio.run(running.waits(about))
     with pytest.raises(JobNotFound):
         asyncio.run(running.waits("job_000000000000"))

@@ -214,7 +214,7 @@ def test_nodes_that_can_be_added_are_declared_by_the_operator():
     (shape,) = Settings.from_environment({"MANTA_NODE_SHAPES": "workers=4x8 slots"}).node_shapes
     assert str(shape) == "4 workers of 8 slots"
     with pytest.raises(
-        InvalidSetting, match=r"MANTA_NODE_SHAPES: 'four' declares no nodes; it takes TYPE=COUNT x UNITS"
+        InvalidSetting, match=r"MANTA_NODE_SHAPES: 'four' is not a list of nodes; write TYPE=COUNT x UNITS"
     ):
         Settings.from_environment({"MANTA_NODE_SHAPES": "four"})
 

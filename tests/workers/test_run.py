@@ -86,7 +86,7 @@ def test_run_names_a_file_without_a_spec_once_and_no_class(tmp_path, capsys):
     assert capsys.readouterr().err == f"{file}: cannot be read (No such file or directory)\n"
     file.write_bytes(b"name: \xe9\n")
     assert run.main([str(file)]) == 2
-    assert capsys.readouterr().err == f"{file}: is not text in UTF-8: see byte 7\n"
+    assert capsys.readouterr().err == f"{file}: is not valid UTF-8 at byte 7\n"
 
 
 def test_unwritable_checkpoint_folder_is_refused_before_the_first_step(tmp_path):

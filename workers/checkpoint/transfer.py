@@ -63,6 +63,6 @@ def _clear(target: Location, ours: Collection[str]) -> None:
     files = files_of(target)
     left = set(files.names(target)) if files.is_there(target) else set()
     if not left <= {*ours, f".{MANIFEST}"}:
-        raise LocationExists(f"there is something at {target} already: name another place, or remove it")
+        raise LocationExists(f"{target} already exists: choose another folder, or remove it")
     for name in left:
         files.remove(target / name)

@@ -60,7 +60,7 @@ def _ramp_reaches_the_batch(spec: JobSpec) -> Iterator[Problem]:
         fitting = min(d for d in divisors((batch - ramp.start) // unit) if d >= least)
         yield Problem(
             "train.batch_ramp.increment",
-            f"an increment of {ramp.increment} takes more than {MAX_INCREMENTS} increments",
+            f"an increment of {ramp.increment} needs more than {MAX_INCREMENTS} increments",
             str(fitting * unit),
         )
     elif (batch - ramp.start) % ramp.increment:

@@ -22,11 +22,12 @@ def _documents_end(spec: JobSpec) -> Iterator[Problem]:
     has_texts = any(each.source != "chat" for each in data.corpora)  # conversations have their own ends
     if has_texts and data.source == "megatron" and data.tokenizer == "bytes":
         problem = (
-            "documents apart requires a token that ends each: set data.tokenizer to the file of the tokens' tokenizer"
+            "documents apart needs an end-of-document token: set data.tokenizer to the file of the tokenizer that made "
+            "the tokens"
         )
         yield Problem("data.documents", problem, "together")
     elif has_texts and data.end_of_document in ((NO_TOKEN, None) if data.tokenizer == "bytes" else (NO_TOKEN,)):
-        problem = "documents apart requires a token that ends each document"
+        problem = "documents apart needs an end-of-document token"
         yield Problem("data.end_of_document", problem, END_OF_TEXT if data.tokenizer == "bytes" else "null")
     if spec.train.compile:
         yield Problem("train.compile", "with documents apart each micro-batch would be recompiled", "false")
@@ -76,8 +77,8 @@ def _tokenizer_is_whole(spec: JobSpec) -> Iterator[Problem]:
             END_OF_TEXT,
         )
     if data.special_tokens and (data.tokenizer_file is None or data.source in ("chat", "megatron")):
-        of = {"chat": "the chat template writes all of them", "megatron": "the tokens are made already"}
-        problem = of.get(data.source, f"the {data.tokenizer} tokenizer adds none to a text")
+        of = {"chat": "the chat template writes all special tokens", "megatron": "the corpus is already tokenized"}
+        problem = of.get(data.source, f"the {data.tokenizer} tokenizer adds no special tokens")
         yield Problem("data.special_tokens", problem, "false")
     if not data.tokenizer.strip() or "\0" in data.tokenizer:
         yield Problem("data.tokenizer", "must be bytes, bpe, or the path of a tokenizer.json", "bytes")
@@ -92,7 +93,7 @@ def _paths_match_source(spec: JobSpec) -> Iterator[Problem]:
 def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
     """Checks the paths of a corpus or of a validation set, in the section at `where`."""
     if data.source == "python-stdlib" and data.paths:
-        yield Problem(f"{where}.paths", "source python-stdlib takes no paths (source text does)", "[]")
+        yield Problem(f"{where}.paths", "source python-stdlib reads no paths; source text does", "[]")
     if data.source != "python-stdlib" and not data.paths:
         example = {"text": "corpus.txt", "jsonl": "corpus.jsonl", "parquet": "corpus.parquet", "chat": "chats.jsonl"}
         yield Problem(
@@ -105,7 +106,7 @@ def _paths_match(data: DataConfig, where: str) -> Iterator[Problem]:
         yield Problem(f"{where}.paths", "a path cannot be blank", json.dumps(named or ["/data/corpus.txt"]))
     if any("\0" in path for path in data.paths):
         kept = [path.replace("\0", "") for path in data.paths]
-        yield Problem(f"{where}.paths", "a path cannot contain a zero byte", json.dumps(kept))
+        yield Problem(f"{where}.paths", "a path cannot contain a null byte", json.dumps(kept))
     for url in filter(_URL.match, data.paths):
         mounted = [_URL.sub("/mnt/", each) for each in data.paths]
         yield Problem(f"{where}.paths", _NO_URL.format(url), json.dumps(mounted))
@@ -166,7 +167,7 @@ def _template_is_known(spec: JobSpec) -> Iterator[Problem]:
         problem = f"conversations need a chat template, and the {data.tokenizer} tokenizer has none"
         yield Problem("data.template", problem, CHATML)
     if data.template is not None and ("\0" in data.template or not data.template.strip()):
-        yield Problem("data.template", "a path cannot be blank or contain a zero byte", CHATML)
+        yield Problem("data.template", "a path cannot be blank or contain a null byte", CHATML)
 
 
 def _has_conversations(spec: JobSpec) -> bool:

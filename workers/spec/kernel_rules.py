@@ -26,7 +26,7 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("train.precision", problem, "bf16")
     layout, length = spec.layout, spec.model.sequence_length
     if length % UNIT:
-        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, like all widths of products"
+        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, as for all 8-bit matmuls"
         unit = math.lcm(UNIT, layout.tensor if layout.sequence_parallel_on else 1)
         yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
     if spec.model.is_counted:
@@ -47,8 +47,8 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
     unit = UNIT // math.gcd(UNIT, queries, values)
     if model.head_size % unit:
         problem = (
-            f"with train.fp8 the heads of each tensor rank must be a multiple of {UNIT} wide: {queries} of queries and "
-            f"{values} of keys and values, {model.head_size} each, are not"
+            f"with train.fp8 the total width of the heads of a tensor rank must be a multiple of {UNIT}: "
+            f"{queries} heads of queries and {values} of keys and values, {model.head_size} wide each, are not"
         )
         yield Problem("model.head_dim", problem, str(nearest_multiple(unit, model.head_size)))
     if model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
@@ -81,11 +81,11 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
     if layout.offload_layers:
         yield "parallel.offload_layers: copies of activations do not begin and end within a micro-batch"
     if train.fp8 != "off":
-        yield f"train.fp8 {train.fp8}: weights in 8 bits are in other memory in each step"
+        yield f"train.fp8 {train.fp8}: 8-bit weights move to new addresses in each step"
     if spec.data.documents == "apart":
         yield "data.documents apart: where documents end differs between micro-batches"
     if spec.model.family == "custom":
-        yield "custom models: what their Python code does would not be repeated"
+        yield "custom models: their Python code would not be replayed"
 
 
 def _too_few(spec: JobSpec) -> str | None:
@@ -97,5 +97,5 @@ def _too_few(spec: JobSpec) -> str | None:
     which = "the first and the last one of a step are" if sums_overlap else "the first one of a step is"
     return (
         f"no micro-batch would be replayed: a replica has {spec.micro_batches} per step, and {which} computed without "
-        "a graph; train.micro_batch_size may be smaller"
+        "a graph; use a smaller train.micro_batch_size"
     )

@@ -38,9 +38,8 @@ class Problem:
     @property
     def sentence(self) -> str:
         """The problem as one sentence: path, rule and suggestion."""
-        wording = " (try: {})"
-        if self.rule == UNKNOWN_KEY:
-            wording = "; those here are {}" if ", " in (self.suggestion or "") else "; did you mean {}?"
+        is_list = ", " in (self.suggestion or "")
+        wording = " (try: {})" if self.rule != UNKNOWN_KEY else "; known are {}" if is_list else "; did you mean {}?"
         tail = wording.format(self.suggestion) if self.suggestion else ""
         return f"{self.path}: {self.rule}{tail}" if self.path else f"{self.rule}{tail}"
 
@@ -87,8 +86,11 @@ _NOT_BUILT: dict[str, tuple[Any, ...]] = {"parallel.zero": (3,)}
 _TYPE_NAMES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
+    "int_parsing": "an integer",
     "float_type": "a number",
+    "float_parsing": "a number",
     "bool_type": "true or false",
+    "bool_parsing": "true or false",
     "string_type": "a string",
     "tuple_type": "a list",
     "dict_type": "a mapping",
@@ -98,6 +100,8 @@ _TYPE_NAMES = {
 }
 
 
+OWN_RULE = "Value error, "
+"""What pydantic puts before the sentence of a ValueError."""
 _OF_YAML = ": without quotes yes, no, on, off, true and false are booleans in YAML"
 """Why a string is a boolean; which of these words it was is not known any more."""
 _UNQUOTED = ": in quotes it stays as it was written"
@@ -184,7 +188,9 @@ def describe_rule(item: Any) -> str:
             return f"must have {text} {context[name]} character{'' if context[name] == 1 else 's'}"
     if item["type"] == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
         return _TEXTS[context["pattern"]][0]
-    return str(item["msg"])
+    if item["type"] in _TYPE_NAMES and "input" in item:
+        return f"must be {_TYPE_NAMES[item['type']]}, not {_shown(item['input'])}"
+    return str(item["msg"]).removeprefix(OWN_RULE)
 
 
 def _closest_literal(value: Any, known: tuple[Any, ...]) -> str | None:

@@ -81,7 +81,7 @@ def document_of(content: bytes, name: str, folder: Path) -> Any:
     """Parse the content of the YAML file `name`, with relative paths of data, tokenizer, template and weights resolved
     against `folder`. Raises SpecError, also if the content is longer than a job file may be."""
     if len(content) > MAX_BYTES:
-        raise SpecError([Problem("", f"{name} is no job file: it has more than {MAX_BYTES} bytes")])
+        raise SpecError([Problem("", f"{name} is not a job file: it is larger than {MAX_BYTES} bytes")])
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -137,7 +137,7 @@ def _absolute(named: Any, folder: Path, words: tuple[str, ...] = ()) -> Any:
 
 def _not_yaml(name: str, error: Exception) -> SpecError:
     if isinstance(error, UnicodeDecodeError):
-        return SpecError([Problem("", f"{name} is not text in UTF-8: see byte {error.start + 1}")])
+        return SpecError([Problem("", f"{name} is not valid UTF-8 at byte {error.start + 1}")])
     return SpecError([Problem("", f"{name} is not valid YAML: {_why_not(error)}")])
 
 

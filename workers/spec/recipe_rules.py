@@ -46,7 +46,7 @@ def _decay_fits(spec: JobSpec) -> Iterator[Problem]:
     given += ["decay_shape"] if optimizer.decay_shape != "linear" else []
     if optimizer.schedule != "wsd":
         if given:
-            problem = f"{optimizer.schedule} takes no {' and no '.join(given)}, which are for wsd"
+            problem = f"{optimizer.schedule} does not use {' or '.join(given)}: only wsd does"
             yield Problem(f"{SECTION}.schedule", problem, "wsd")
         return
     if "decay_steps" in given and "decay_fraction" in given:
@@ -55,7 +55,7 @@ def _decay_fits(spec: JobSpec) -> Iterator[Problem]:
     decay, left = decay_steps(optimizer, steps), steps - optimizer.warmup_steps
     if left < 0 or decay <= left:
         return  # reported by the rule about the warm-up
-    what = f"the decay ({decay} steps) and warmup_steps ({optimizer.warmup_steps}) take more than train.steps ({steps})"
+    what = f"the decay ({decay} steps) and warmup_steps ({optimizer.warmup_steps}) exceed train.steps ({steps})"
     if left == 0:
         yield Problem(f"{SECTION}.warmup_steps", what, str(max(0, steps - decay)))
     elif optimizer.decay_steps is not None:
@@ -101,13 +101,13 @@ def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
         problem = "validation needs data.validation_fraction above 0, or sets in data.validation"
         yield Problem("train.validate_every", problem, "0")
     if data.validation and not train.validate_every:
-        problem = "data.validation has sets, but 0 means that their losses are never measured"
+        problem = "data.validation lists sets, but with 0 their losses are never measured"
         yield Problem("train.validate_every", problem, str(max(1, train.steps // 10)))
     names = [each.name for each in data.validation]
     for at, name in enumerate(names):
         if name in names[:at]:
             free = next(f"{name}_{number}" for number in range(2, 100) if f"{name}_{number}" not in names)
-            yield Problem(f"data.validation.{at}.name", f"an earlier validation set has the name {name}", free)
+            yield Problem(f"data.validation.{at}.name", f"another validation set is already named {name}", free)
 
 
 RECIPE_RULES = (

@@ -66,7 +66,7 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     if not model.parts.rotary:
         if rope is not None:
             yield Problem(
-                "model.rope", f"{model.family} has learned positions; only llama and qwen have rotary ones", "null"
+                "model.rope", f"{model.family} uses learned positions; only llama and qwen use rotary ones", "null"
             )
         return
     if model.head_dim is None and model.hidden_size % model.heads:
@@ -223,10 +223,10 @@ def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
     if expected is None or count == expected:
         return
     if expected > 1:
-        yield Problem("parallel.virtual_stages", f"{name} has {expected} virtual stages, not {count}", str(expected))
+        yield Problem("parallel.virtual_stages", f"{name} uses {expected} virtual stages, not {count}", str(expected))
     else:
         flexible = next(other for other, schedule in SCHEDULES.items() if schedule.virtual_stages is None)
-        rule = f"{name} has one virtual stage, not {count}; {flexible} takes any number"
+        rule = f"{name} uses one virtual stage, not {count}; {flexible} supports any number"
         yield Problem("parallel.schedule", rule, flexible)
 
 
@@ -258,7 +258,9 @@ def _every_stage_has_accelerators(spec: JobSpec) -> Iterator[Problem]:
         rule = "sets the GPU types of stages, but resources.accelerator is cpu"
         yield Problem("parallel.stage_accelerators", rule, "null")
     elif types is not None and len(types) != layout.pipeline:
-        rule = f"has types for {len(types)} stages, but parallel.pipeline is {layout.pipeline}: give one for each stage"
+        rule = (
+            f"lists types for {len(types)} stages, but parallel.pipeline is {layout.pipeline}: give one for each stage"
+        )
         repeated = (types or ("A100",)) * layout.pipeline
         yield Problem("parallel.stage_accelerators", rule, f"[{', '.join(repeated[: layout.pipeline])}]")
 
@@ -372,7 +374,7 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             )
             yield Problem(path, rule, near[0] if near else None)
         elif len(value) > MAX_CHARACTERS or not value.isprintable():
-            yield Problem(path, f"a value has at most {MAX_CHARACTERS} characters, all of them printable")
+            yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
 UNSUPPORTED: tuple[Rule, ...] = (_unsupported_parallel,)

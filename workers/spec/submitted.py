@@ -41,7 +41,7 @@ def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     if model is None or not isinstance(folder, str) or not folder:
         return document
     if "\0" in folder or not folder.strip():
-        raise SpecError([Problem("model.from", "a folder's name has no zero byte, and is not blank")])
+        raise SpecError([Problem("model.from", "a folder's name cannot be blank or contain a null byte")])
     if "://" in folder:
         raise SpecError(
             [Problem("model.from", f"{folder} is not a folder of this machine; copy the weights here first")]
@@ -81,7 +81,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
     """Keys next to `from` that differ from config.json."""
     length = model.get("sequence_length")
     if isinstance(length, int) and length > shape.positions:
-        rule = f"{length} tokens are more than the model has positions for: {where} says {shape.positions_name} "
+        rule = f"{length} tokens exceed the model's maximum sequence length: {where} says {shape.positions_name} "
         yield Problem("model.sequence_length", f"{rule}{shape.positions}", str(shape.positions))
     known = _read(shape.section, shape.positions)
     for key in _SHAPE & model.keys():
@@ -92,7 +92,7 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
         if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
             name = shape.huggingface_names.get(key, "nothing")
             theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
-            yield Problem(f"model.{key}", f"{_shown(given)} is not what {where} says: {theirs}", _shown(expected))
+            yield Problem(f"model.{key}", f"{_shown(given)} differs from {where}: {theirs}", _shown(expected))
 
 
 def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:

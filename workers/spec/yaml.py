@@ -26,7 +26,7 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
         node: yaml.ScalarNode = super().compose_scalar_node(anchor)
         if node.tag in _NUMBERS and len(node.value) > MAX_DIGITS:
-            problem = f"a number of {len(node.value)} characters, and at most {MAX_DIGITS} are read"
+            problem = f"a number with {len(node.value)} characters; at most {MAX_DIGITS} are allowed"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return node
 
@@ -42,9 +42,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         text = node.value.lstrip("+-")
-        read_as = "to base 60" if ":" in text else "as octal" if _OCTAL.match(text) else None
+        read_as = "in base 60" if ":" in text else "as octal" if _OCTAL.match(text) else None
         if read_as is not None:
-            advice = "write it in decimal, without a leading zero, or in quotes if it is a text"
+            advice = "write it in decimal, without a leading zero, or in quotes if it is a string"
             problem = f"YAML reads {node.value[:40]} {read_as}: {advice}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         is_whole = node.tag == _INT

@@ -93,7 +93,7 @@ def read_config(folder: Path) -> Keys:
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise WeightsError(f"{path} does not hold an object")
+        raise WeightsError(f"{path} is not a JSON object")
     return Keys(values, str(path))
 
 
@@ -130,8 +130,8 @@ def shape_of(config: Keys) -> Shape:
     """The model that `config` describes. Raises WeightsError."""
     kind = config.get("model_type")
     if kind not in READERS:
-        others = "" if kind != "qwen2" else " (Qwen 2 has biases on queries, keys and values alone)"
-        raise config.wrong("model_type", f"what can be read: {', '.join(READERS)}{others}")
+        others = "" if kind != "qwen2" else " (Qwen 2 has biases on queries, keys and values only)"
+        raise config.wrong("model_type", f"supported: {', '.join(READERS)}{others}")
     for key, why in _NEVER.items():
         if config.get(key):
             raise WeightsError(f"{config.where}: {key}: {why}")
@@ -139,10 +139,10 @@ def shape_of(config: Keys) -> Shape:
 
 
 _NEVER = {
-    "quantization_config": "quantised weights cannot be trained; take those that they were made from",
-    "vision_config": "parts for images are not built",
-    "text_config": "a model of several parts is not built; take the text model's own folder",
-    "auto_map": "the model needs code from its folder, which is never run",
+    "quantization_config": "quantized weights cannot be trained; use the original weights",
+    "vision_config": "image inputs are not supported",
+    "text_config": "models with several parts are not supported; use the folder of the text model alone",
+    "auto_map": "the model needs code from its folder, which Manta never runs",
 }
 
 
@@ -155,14 +155,14 @@ def _gpt2(config: Keys) -> Shape:
     hidden = config.integer("n_embd", 768)
     activation = config.get("activation_function", "gelu_new")
     if activation not in _GELUS:
-        raise config.wrong("activation_function", f"what can be computed: {', '.join(_GELUS)}")
+        raise config.wrong("activation_function", f"supported: {', '.join(_GELUS)}")
     for key, needed in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
         if config.flag(key, needed) is not needed:
-            raise config.wrong(key, f"only {str(needed).lower()} can be computed")
+            raise config.wrong(key, f"only {str(needed).lower()} is supported")
     section = {
         "family": "gpt",
         "layers": config.integer("n_layer", 12),
@@ -201,7 +201,7 @@ def _llama_like(config: Keys) -> Shape:
     kind = config.values["model_type"]
     defaults = _DEFAULTS[kind]
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise config.wrong("hidden_act", "only silu can be computed")
+        raise config.wrong("hidden_act", "only silu is supported")
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which differs from a missing key
     section = {
@@ -245,9 +245,11 @@ def _bias(config: Keys) -> bool:
     attention = config.flag("attention_bias", default=False)
     mlp = config.flag("mlp_bias", default=False)
     if attention and config.values["model_type"] != "llama":
-        raise config.wrong("attention_bias", "biases in attention alone cannot be expressed")
+        raise config.wrong("attention_bias", "biases in attention only are not supported")
     if attention != mlp:
-        raise config.wrong("attention_bias", f"model.bias is for all linear layers, but mlp_bias is {str(mlp).lower()}")
+        raise config.wrong(
+            "attention_bias", f"model.bias applies to all linear layers, but mlp_bias is {str(mlp).lower()}"
+        )
     return attention
 
 
@@ -269,7 +271,7 @@ def _windows(config: Keys, kind: str) -> Section:
     if any((number % every != 0) != here for number, here in enumerate(sliding, start=1)):
         key = "layer_types" if config.get("layer_types") is not None else "max_window_layers"
         raise WeightsError(
-            f"{config.where}: {key}: windows in all layers but every n-th can be expressed, no other pattern"
+            f"{config.where}: {key}: the only supported pattern is windows in all layers except every n-th"
         )
     return {"sliding_window": window, "full_attention_every": every}
 
@@ -285,7 +287,7 @@ def _layer_types(config: Keys) -> list[str]:
         raise WeightsError(f"{config.where}: layer_types must be a list with one entry for each of {layers} layers")
     unknown = next((entry for entry in types if entry not in ("full_attention", "sliding_attention")), None)
     if unknown is not None:
-        known = "full_attention and sliding_attention are what there is"
+        known = "the types are full_attention and sliding_attention"
         raise WeightsError(f"{config.where}: layer_types has {unknown!r}: {known}")
     return types
 
@@ -300,14 +302,14 @@ def _rope(config: Keys, positions: int) -> Section:
             raise config.wrong(key, f"rope_parameters has another {name}, {json.dumps(other.values[name])}")
     inner = Keys(other.values | inner.values, inner.where)
     if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:
-        raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0, turning whole heads, can be computed")
+        raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0 (rotation of whole heads) is supported")
     if any(isinstance(value, dict) for value in inner.values.values()):
-        raise WeightsError(f"{config.where}: {key}: only positions that are the same in all layers can be computed")
+        raise WeightsError(f"{config.where}: {key}: only the same rotary settings in all layers are supported")
     theta = inner.number("rope_theta", config.number("rope_theta", 10_000.0))
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind != "default" and kind not in _SCALINGS:
         name = "rope_type" if "rope_type" in inner.values else "type"
-        raise inner.wrong(name, f"what can be computed: default, {', '.join(_SCALINGS)}")
+        raise inner.wrong(name, f"supported: default, {', '.join(_SCALINGS)}")
     unknown = inner.values.keys() - _ROPE_KEYS
     if unknown:
         raise WeightsError(
@@ -341,7 +343,7 @@ def _llama3(inner: Keys, positions: int) -> Section:
 def _yarn(inner: Keys, positions: int) -> Section:
     for key, needed in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
         if inner.get(key, needed) != needed:
-            raise inner.wrong(key, "this variant of yarn cannot be computed")
+            raise inner.wrong(key, "this variant of yarn is not supported")
     section = {
         "original_length": inner.integer("original_max_position_embeddings", positions),
         "beta_fast": inner.number("beta_fast", 32.0),
@@ -481,4 +483,4 @@ def _qwen_windows(model: ModelConfig) -> Section:
 
 
 def _cannot(what: str) -> WeightsError:
-    return WeightsError(f"{what}: no model of transformers computes that; export it as dcp or safetensors")
+    return WeightsError(f"{what}: no model in transformers supports it; export as dcp or safetensors")

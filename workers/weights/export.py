@@ -126,7 +126,7 @@ def _spec_of(checkpoint: Location, manifest: Manifest) -> JobSpec:
     try:
         return parse_job_spec(manifest.spec)
     except SpecError as error:
-        raise CheckpointError(f"{checkpoint} is of a job that this release does not take: {error}") from error
+        raise CheckpointError(f"{checkpoint} belongs to a job that this release does not support: {error}") from error
 
 
 def _source_dtype(spec: JobSpec) -> str:
@@ -171,7 +171,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 def _check(target: Path) -> None:
     if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
-        raise WeightsError(f"there is something at {target} already: name another place, or remove it")
+        raise WeightsError(f"{target} already exists: choose another folder, or remove it")
 
 
 def _remove_leftovers(target: Path) -> None:
@@ -222,13 +222,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "checkpoint", help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used"
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="where nothing may be yet")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="FOLDER", help="folder to create; it must not exist yet"
+    )
     parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
     parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="default: that of the weights the job began with, or fp32"
+        "--dtype", choices=tuple(DTYPES), help="default: that of the weights that the job started from, or fp32"
     )
     parser.add_argument(
-        "--shard-bytes", type=int, default=SHARD_BYTES, help=f"most bytes of a file (default: {SHARD_BYTES})"
+        "--shard-bytes", type=int, default=SHARD_BYTES, help=f"maximum size of a file in bytes (default: {SHARD_BYTES})"
     )
     parser.add_argument("--json", action="store_true", help="print progress and result as lines of JSON")
     options = parser.parse_args(arguments)
@@ -248,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(done.to_json(target)))
     else:
         what = f"{done.files} files, {done.bytes} bytes, {done.dtype}"
-        print(f"{target} has the weights of step {done.manifest.step}: {what}")
+        print(f"exported the weights of step {done.manifest.step} to {target}: {what}")
     return 0
 
 

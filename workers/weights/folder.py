@@ -71,7 +71,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files that contain the weights in `folder`: as for transformers, an index beside a whole file is left from
     an earlier save. Raises WeightsError."""
     if _is_there(folder / ADAPTER):
-        raise WeightsError(f"{folder / ADAPTER} is an adapter, which is not read: merge it into the weights first")
+        raise WeightsError(f"{folder / ADAPTER} is an adapter: merge it into the weights first")
     if _is_there(folder / ONE_FILE):
         return [folder / ONE_FILE]
     index = folder / INDEX
@@ -79,7 +79,7 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted(set(_weight_map(index).values()))
     pickles = next((path for pattern in ("*.bin", "*.pt", "*.pth") for path in _listed(folder, pattern)), None)
     if pickles is not None:
-        raise WeightsError(f"{pickles} is a pickle, which is never read: save the model as safetensors")
+        raise WeightsError(f"{pickles} is a pickle, which Manta never loads: save the model as safetensors")
     if (folder / ONE_FILE).is_symlink():
         target = (folder / ONE_FILE).readlink()
         raise WeightsError(
@@ -122,7 +122,7 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
         if here is None:
             longer = next((name for name in sorted(headers) if name.endswith(f".{tensor.name}")), None)
             prefix = f"; {longer} is there: save the model without what precedes these names" if longer else ""
-            raise WeightsError(f"{folder} has no tensor {tensor.name}, which the model of its config.json has{prefix}")
+            raise WeightsError(f"{folder} has no tensor {tensor.name}, which its config.json requires{prefix}")
         _check(tensor, here)
         at[tensor.name] = here
         used.add(here.name)
@@ -132,7 +132,7 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     unknown = sorted(name for name in headers.keys() - used - tied if not name.endswith(_BUFFERS))
     if unknown:
         names = ", nor ".join(unknown[:5]) + (f", nor {len(unknown) - 5} more" if unknown[5:] else "")
-        raise WeightsError(f"{headers[unknown[0]].file}: nothing in the model of config.json is called {names}")
+        raise WeightsError(f"{headers[unknown[0]].file}: the model in config.json has no tensor {names}")
     return at
 
 
@@ -170,10 +170,10 @@ def _spellings(name: str) -> tuple[str, ...]:
 def _check(tensor: HuggingFaceTensor, here: FileTensor) -> None:
     where = f"{here.file}: {here.name}"
     if here.dtype not in BYTES:
-        raise WeightsError(f"{where} has dtype {here.dtype}: what can be read is {', '.join(BYTES)}")
+        raise WeightsError(f"{where} has dtype {here.dtype}: supported: {', '.join(BYTES)}")
     longer = tensor.may_be_longer and here.shape[1:] == tensor.shape[1:] and here.shape[0] >= tensor.shape[0]
     if here.shape != tensor.shape and not longer:
-        raise WeightsError(f"{where} has shape {list(here.shape)}, but config.json asks for {list(tensor.shape)}")
+        raise WeightsError(f"{where} has shape {list(here.shape)}, but config.json requires {list(tensor.shape)}")
 
 
 def read_headers(folder: Path) -> dict[str, FileTensor]:
@@ -188,7 +188,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     index = folder / INDEX
     for name, file in () if _is_there(folder / ONE_FILE) else _weight_map(index).items():
         if name not in tensors or tensors[name].file != file:
-            raise WeightsError(f"{file} does not hold {name}, which {index} says")
+            raise WeightsError(f"{file} does not contain {name}, although {index} lists it there")
     return tensors
 
 
@@ -200,7 +200,9 @@ def _weight_map(index: Path) -> dict[str, Path]:
     except OSError as error:
         raise weights_error(index, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{index} is not an index of safetensors files: it needs an object weight_map") from error
+        raise WeightsError(
+            f"{index} is not an index of safetensors files: it must have an object weight_map"
+        ) from error
     if not inside:
         raise WeightsError(f"{index} names a file outside of its folder")
     return files
@@ -213,9 +215,9 @@ def _header(file: Path) -> Iterator[FileTensor]:
             size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > size - 8:
-                raise WeightsError(f"{file} is cut off, or no safetensors file: its header does not end in it")
+                raise WeightsError(f"{file} is truncated or not a safetensors file: its header extends past the end")
             if length > _MAX_HEADER_BYTES:
-                raise WeightsError(f"{file}: its header has {length} bytes, and at most {_MAX_HEADER_BYTES} are read")
+                raise WeightsError(f"{file}: its header has {length} bytes; at most {_MAX_HEADER_BYTES} are allowed")
             header = json.loads(stream.read(length))
             entries = [
                 _entry(file, name, entry, 8 + length) for name, entry in header.items() if name != "__metadata__"
@@ -223,11 +225,11 @@ def _header(file: Path) -> Iterator[FileTensor]:
     except OSError as error:
         raise weights_error(file, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{file} is not a safetensors file: its header makes no sense") from error
+        raise WeightsError(f"{file} is not a safetensors file: its header is invalid") from error
     for tensor, end in entries:
         if 8 + length + end > size:
             missing = f"{8 + length + max(end for _, end in entries) - size} bytes are missing"
-            raise WeightsError(f"{file} is cut off: {tensor.name} goes beyond its end ({missing})")
+            raise WeightsError(f"{file} is truncated: {tensor.name} extends past its end ({missing})")
         yield tensor
 
 

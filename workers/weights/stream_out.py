@@ -138,7 +138,7 @@ def _write(
                 cast(part.values, stored.dtype, band[part.rows, part.columns], dtype)
             except TooLarge as error:
                 names = " or ".join(tensor.name for tensor, _ in parts)
-                raise WeightsError(f"{names} has {error}, which fp16 cannot hold: use bf16 or fp32") from error
+                raise WeightsError(f"{names} has {error}, which fp16 cannot represent: use bf16 or fp32") from error
         for tensor, piece in parts:
             if not tensor.transposed:
                 _write_rows(band, first, end, tensor, piece, files)

@@ -245,7 +245,7 @@ class Zygote:
 
 def _complete_line(received: bytearray) -> bytes | None:
     if len(received) > MAXIMUM_REQUEST_BYTES:
-        raise InvalidRequest(f"A request may have {MAXIMUM_REQUEST_BYTES} bytes, not more.")
+        raise InvalidRequest(f"A request may have at most {MAXIMUM_REQUEST_BYTES} bytes.")
     line, newline, _ = received.partition(b"\n")
     return bytes(line) if newline else None
 
@@ -263,7 +263,9 @@ def _parse_request(line: bytes, descriptors: int) -> ForkRequest:
         raise InvalidRequest("Names of environment variables are not empty and hold no '=' or NUL; values hold no NUL.")
     if descriptors != DESCRIPTORS_PER_REQUEST:
         hint = "; this zygote may have too many open files (`ulimit -n`)" if descriptors else ""
-        raise InvalidRequest(f"A request comes with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}{hint}.")
+        raise InvalidRequest(
+            f"A request must come with {DESCRIPTORS_PER_REQUEST} descriptors, not {descriptors}{hint}."
+        )
     return request
 
 

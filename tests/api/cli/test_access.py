@@ -39,8 +39,8 @@ def test_project_is_created_and_its_key_works_until_it_is_revoked(manta, service
     (known,) = [each for each in json.loads(manta("keys", "list", "--json").stdout)["items"] if each["user"] == "ada"]
     assert manta("keys", "revoke", known["id"]).stdout == f"{known['id']} (of ada) is revoked\n"
     ended = manta("ps", code=2, MANTA_API_KEY=key).stderr
-    assert ended.startswith(f"the key 'of ada' ({known['id']}) was revoked: send a key that is good")
-    assert manta("ps", code=2, MANTA_API_KEY=f"{key}x").stderr.startswith("send a key that is good")
+    assert ended.startswith(f"the key 'of ada' ({known['id']}) was revoked: send a valid key")
+    assert manta("ps", code=2, MANTA_API_KEY=f"{key}x").stderr.startswith("send a valid key")
     assert "revoked" in manta("keys", "list").stdout
     assert "manta keys list" in manta("keys", "revoke", "key_000000000000", code=2).stderr
 

@@ -71,7 +71,7 @@ def test_plan_command_uses_the_stored_calibration_of_this_machine(manta, file, t
 def test_calibrate_prints_every_constant(manta):
     assert json.loads(manta("calibrate", "--json"))["core"] == vars(CORE)
     lines = manta("calibrate").splitlines()[1:]
-    assert len(lines) == len(vars(CORE)) and "    90.000 GFLOP/s, products in fp32" in lines[0]
+    assert len(lines) == len(vars(CORE)) and "    90.000 GFLOP/s, matmuls in fp32" in lines[0]
 
 
 def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(manta, file):
@@ -83,7 +83,7 @@ def test_plan_for_one_gpu_uses_its_calibration_and_for_two_assumes_the_links(man
     before = plan(1)
     assert "default efficiency" in before["note"]
     lines = manta("calibrate", "--device", "cuda").splitlines()
-    assert lines[0].startswith("h100-80gb: H100, 4 cores") and "   680.000 TFLOP/s, products in bf16" in lines[1]
+    assert lines[0].startswith("h100-80gb: H100, 4 cores") and "   680.000 TFLOP/s, matmuls in bf16" in lines[1]
     after = plan(1)
     assert after["note"] is None
     assert after["plans"][0]["step_seconds"] != before["plans"][0]["step_seconds"]
@@ -123,7 +123,7 @@ def test_calibrate_prints_gpu_link_constants_or_why_they_were_not_measured(manta
     ]
     result = calibrate_as(replace(OF_H100, links_problem="rank 1: NCCL error"))
     assert result.stderr == (
-        "Note: what lies between its GPUs was not measured (rank 1: NCCL error): what was measured before stays\n"
+        "Note: the links between its GPUs were not measured (rank 1: NCCL error): the earlier measurement stays\n"
     )
     assert "360.000 GB/s, links between GPUs" in result.stdout
     document = json.loads(manta("calibrate", "--json"))

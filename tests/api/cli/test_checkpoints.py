@@ -135,7 +135,7 @@ def test_checkpoints_are_pulled_and_pushed_to_folders_intact(manta, job, folder,
     assert "is a checkpoint of step 20, not 10" in manta(
         "checkpoints", "verify", tmp_path / "mine", "--step", 10, code=2
     )
-    assert "there is something at" in manta("export", job, "--to", tmp_path / "mine", code=2)
+    assert "already exists: choose another folder" in manta("export", job, "--to", tmp_path / "mine", code=2)
 
 
 def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(manta, job, folder, tmp_path):

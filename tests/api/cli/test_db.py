@@ -38,7 +38,7 @@ def test_db_upgrade_makes_a_missing_database_that_check_and_backup_refuse(manta,
     for words in (["check"], ["backup", tmp_path / "backup.db"]):
         assert "there is no such file (`manta up` and `manta db upgrade` make one)" in manta(*words, code=2, **new)
     assert not (tmp_path / "new.db").exists() and not (tmp_path / "backup.db").exists()
-    made = f"new.db was brought from revision none and is at revision {newest_revision()}.\n"
+    made = f"new.db was migrated from revision none and is at revision {newest_revision()}.\n"
     assert manta("upgrade", **new).endswith(made)
     assert manta("upgrade", **new).endswith(f"new.db is at revision {newest_revision()}.\n")
     assert manta("check", **new).endswith(f"new.db is sound, at revision {newest_revision()}.\n")
@@ -56,7 +56,7 @@ def test_database_is_not_taken_from_a_release_under_which_jobs_run(manta, store,
     assert f"{job.id} may be running under a release that could not use" in said and "pause them" in said
     assert store.revision == FIRST_RELEASED
     become("PAUSED")
-    assert f"was brought from revision {FIRST_RELEASED} and is at revision {newest_revision()}." in manta("upgrade")
+    assert f"was migrated from revision {FIRST_RELEASED} and is at revision {newest_revision()}." in manta("upgrade")
 
 
 def test_database_is_backed_up_and_restored_to_another_place(manta, store, document, tmp_path):
@@ -154,7 +154,7 @@ def test_doctor_checks_the_service_and_its_nodes(doctor, service):
 
 
 def test_doctor_names_closed_ports_and_nodes_that_were_left_out(doctor, service):
-    assert "ok    ports: 2 nodes reach each other, in 10 tries" in doctor(MANTA_URL=service.url)
+    assert "ok    ports: 2 nodes reach each other (10 connections tried)" in doctor(MANTA_URL=service.url)
     service.control.closed_ports = ["port 7 of node a cannot be reached from node b: open it"]
     service.control.left_out = ["Ray's head forgets: give it a Redis"]
     lines = doctor(MANTA_URL=service.url, code=1).splitlines()

@@ -12,7 +12,7 @@ from manta.workers.spec.reading import load_job_spec
 
 def test_file_written_by_init_is_a_job_and_is_never_overwritten(manta, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert manta("init").stdout == "job.yaml is written; `manta submit job.yaml` runs it\n"
+    assert manta("init").stdout == "wrote job.yaml; submit it with `manta submit job.yaml`\n"
     assert load_job_spec(tmp_path / "job.yaml").name == "job"
     assert "exists already" in manta("init", code=2).stderr
     manta("init", "_a b.yaml")

@@ -378,7 +378,7 @@ def test_changing_commands_print_a_sentence_or_json(manta, service, document):
     assert said[1]["id"] == job
     assert (said := said_by("drain", "abcd"))[0] == "abcd1234 is being drained"
     assert said[1]["draining"] is True
-    assert (said := said_by("drain", "abcd", "--undo"))[0] == "abcd1234 takes ranks again"
+    assert (said := said_by("drain", "abcd", "--undo"))[0] == "abcd1234 accepts ranks again"
     assert said[1]["draining"] is False
     service.move(job, "STARTING", "RUNNING")
     fault = json.loads(manta("inject", job, "--fault", "kill", "--rank", 1, "--json").stdout)

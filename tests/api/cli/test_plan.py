@@ -45,7 +45,7 @@ def test_plan_prints_the_best_layouts_as_a_table(plan):
     table = plan(PLAN)
     assert table.splitlines()[0].split()[:3] == ["LAYOUT", "SCHEDULE", "MICRO-BATCH"]
     taken = byte_count(answer["plans"][0]["host_memory_bytes"])
-    assert f"The best plan takes {taken} of a node's memory for snapshots" in " ".join(table.split())
+    assert f"The best plan uses {taken} of a node's memory for snapshots" in " ".join(table.split())
 
 
 def test_layouts_in_the_page_on_fine_tuning_are_what_is_planned(plan):

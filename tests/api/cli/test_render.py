@@ -105,8 +105,8 @@ def test_job_page_shows_what_is_known_and_nothing_else():
     ("assumed", "measured", "drift", "problem", "text"),
     [
         (False, None, None, None, "0.4 s"),
-        (False, 0.5, None, None, "0.4 s, and takes 0.5 s (+25%)"),
-        (True, 0.3, None, None, "0.4 s, and takes 0.3 s (a rough estimate: `manta calibrate` measures this machine)"),
+        (False, 0.5, None, None, "0.4 s; measured: 0.5 s (+25%)"),
+        (True, 0.3, None, None, "0.4 s; measured: 0.3 s (a rough estimate: `manta calibrate` measures this machine)"),
         (False, 0.9, "0.9 s instead of 0.4 s", None, "0.9 s instead of 0.4 s"),
         (None, None, None, "no node has started yet", "no node has started yet"),
         (None, None, None, None, "-"),
@@ -142,9 +142,12 @@ def test_event_and_log_lines_show_the_place_and_leave_out_what_is_unknown():
     happened = {"id": "1", "time": MOMENT, "type": "rank_lost", "generation": 0, "rank": 0, "step": 0, "data": {},
                 "message": "it died"}  # fmt: skip
     when = render.moment(MOMENT)
-    assert render.event_line(schemas.Event(**happened)) == f"{when}  rank_lost generation 0 rank 0 step 0  it died"
+    assert (
+        render.event_line(schemas.Event(**happened))
+        == f"{when}  rank_lost           generation 0 rank 0 step 0  it died"
+    )
     nowhere = {**happened, "generation": None, "rank": None, "step": None}
-    assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost  it died"
+    assert render.job_event_line(schemas.JobEvent(**nowhere, job="job_1")) == f"job_1  {when}  rank_lost{'':33}it died"
     line = schemas.LogLine(time=MOMENT, rank=3, generation=2, stream="stdout", text="hello")
     assert render.log_line(line) == f"{when} [3] hello"
 

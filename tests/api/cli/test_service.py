@@ -170,7 +170,9 @@ def test_up_ends_a_service_that_hangs_since_its_jobs_train_on(tmp_path, monkeypa
             Settings(tmp_path).service_file.write_text(json.dumps(said))
         assert service._running_and_well(tmp_path) is None
         assert hangs.wait(60) == -9
-    assert f"(process {hangs.pid}) hangs, and is replaced; jobs train on" in capsys.readouterr().err
+    assert (
+        f"(process {hangs.pid}) does not respond and is being replaced; jobs keep training" in capsys.readouterr().err
+    )
 
 
 def test_up_starts_no_second_service(manta, started, tmp_path):

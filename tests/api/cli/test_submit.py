@@ -209,8 +209,8 @@ def test_submit_refuses_a_file_that_is_no_spec_with_a_sentence(manta, tmp_path, 
             lambda file: file.write_bytes(b"# x\n" * 2**18 + b"\n"),
             "cannot read FILE: it has 1048577 bytes or more, and",
         ),
-        (lambda file: file.write_text("name: 0x" + "f" * 500_000), "FILE is not valid YAML: a number of 500002"),
-        (lambda file: file.write_bytes(b"\xff"), "FILE is not text in UTF-8: see byte 1"),
+        (lambda file: file.write_text("name: 0x" + "f" * 500_000), "FILE is not valid YAML: a number with 500002"),
+        (lambda file: file.write_bytes(b"\xff"), "FILE is not valid UTF-8 at byte 1"),
     ],
 )
 @pytest.mark.parametrize("command", ["submit", "plan", "tokenize", "doctor"])
@@ -232,7 +232,7 @@ def test_submit_from_a_closed_standard_input_is_one_sentence(monkeypatch):
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [(b"# x\n" * 2**18 + b"\n", "it has more than 1048576 bytes"), (b"\xff", "is not text in UTF-8: see byte 1")],
+    [(b"# x\n" * 2**18 + b"\n", "it is larger than 1048576 bytes"), (b"\xff", "is not valid UTF-8 at byte 1")],
 )
 def test_submit_limits_what_it_reads_from_standard_input(manta, content, why):
     said = manta("submit", "-", code=2, input=content).stderr
@@ -317,7 +317,7 @@ def test_compare_lists_differing_values_and_ranks_jobs_by_loss(on_file, service,
     assert {row["name"] for row in json.loads(cut.stdout)["items"]} == {"rate 0.002", "rate 0.003", "rate 0.004"}
     assert cut.stderr == "Only the newest 3 jobs with that label are compared.\n"
     for nothing in ([], [names[0], "--label", "a=b"]):
-        assert "give the jobs" in on_file("compare", *nothing, code=2).stderr
+        assert "name the jobs to compare" in on_file("compare", *nothing, code=2).stderr
 
 
 def test_compare_ranks_by_validation_loss_only_if_all_jobs_with_a_loss_have_one():

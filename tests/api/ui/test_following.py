@@ -269,7 +269,7 @@ def test_dashboard_shows_each_viewer_only_what_their_key_allows(followed, browse
     mine.goto(followed.page(f"jobs/{followed.job}"))
     expect(mine.get_by_role("button", name="Cancel job")).to_be_visible()
     followed.store.write(lambda session: [keys.revoke(session, None, key.id) for key in keys.page(session, None).items])
-    expect(mine.locator(".banner")).to_contain_text("send a key that is good")
+    expect(mine.locator(".banner")).to_contain_text("send a valid key")
     assert mine.goto(followed.page()).status == 401
 
 

@@ -321,7 +321,7 @@ async def test_node_with_other_code_is_closed_unless_its_daemon_predates_an_upgr
     others.code = "something else"
     for _ in range(2):
         await daemons.ensure()
-        assert nodes.closed == {"sick"} and "runs another Manta" in nodes.problems["sick"]
+        assert nodes.closed == {"sick"} and "runs another release of Manta" in nodes.problems["sick"]
 
 
 async def test_node_where_no_daemon_starts_has_a_problem_that_says_why(made, others, caplog):

@@ -105,7 +105,7 @@ async def test_node_watch_keeps_a_node_lost_that_was_away_longer_than_ray_waits(
 @pytest.mark.parametrize("silent", [False, True], ids=["answers", "lost_before"])
 async def test_node_watch_reports_a_node_that_ray_gives_up_once(cluster, frequent_looks, silent):
     """Its id never comes again: nobody is to ask for ever whether a node that is gone may be used."""
-    why = "neither its daemon nor its Ray can be reached" if silent else "Ray says that it is gone"
+    why = "neither its daemon nor its Ray can be reached" if silent else "Ray reports it as dead"
     async with watching(cluster) as news:
         await until(lambda: cluster.asked)
         for some in (cluster.draining, cluster.unresponsive, cluster.unswept, cluster.at_rest):

@@ -172,7 +172,7 @@ def test_nodes_without_slots_are_left_out_of_the_living_nodes(ray, nodes):
 @pytest.mark.parametrize(("unshared", "other_code", "begin", "advice"), [
     ((), False, None, None),
     (("/home/u/.manta",), False, " does not share /home/u/.manta, where the checkpoints would be", "MANTA_CHECKPOINTS"),
-    ((), True, " runs another Manta", "MANTA_SHIP_CODE=1"),
+    ((), True, " runs another release of Manta", "MANTA_SHIP_CODE=1"),
 ])  # fmt: skip
 def test_problem_of_a_node_names_its_folder_or_other_code_with_advice(unshared, other_code, begin, advice):
     problem = problem_of(NodeDescription("n", "host-1", "10.0.0.7", 1, 2, unshared=unshared), other_code=other_code)

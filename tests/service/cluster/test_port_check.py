@@ -110,7 +110,7 @@ def test_port_check_reports_nodes_that_cannot_take_part(site):
     assert seen.left_out == (
         "node n1 (10.0.0.2) was not asked: its daemon does not answer",
         "node n2 (10.0.0.3) could not take part: all ports of 20000-20001 are in use",
-        "node n3 (10.0.0.4) did not say whom it reaches: the actor is dead",
+        "node n3 (10.0.0.4) did not report which nodes it reaches: the actor is dead",
     )
     assert seen.nodes == 1 and "port 6380 of node n3" in seen.problems[0], "others tell of it"
 

@@ -291,7 +291,7 @@ def test_plan_advice_depends_on_the_sizes_of_the_layout():
     assert "a larger micro-batch" in alone["products"].help
     assert whole_batch["products"].help == ""
     assert "a smaller micro-batch" in staged["bubble"].help
-    assert staged["gradients"].what == "the embedding's gradients, which first and last stage have"
+    assert staged["gradients"].what == "the embedding's gradients, which the first and the last stage hold"
     assert "host memory" not in alone["optimizer"].what
     assert "train.optimizer.offload: false" in shares({}, optimizer={"offload": True})["optimizer"].help
 

@@ -77,7 +77,7 @@ def test_memory_shortage_names_missing_bytes_largest_part_and_a_change():
     answer = fits(job(96, 12288, 96, tensor=8), a100s())
     assert not answer.fits and answer.missing > 0
     assert answer.change == "parallel.pipeline: 8, on 64 GPUs"
-    assert "GiB more than the 76.0 GiB that a rank may take; the largest part is optimizer" in str(answer)
+    assert "GiB more than the 76.0 GiB that a rank may use; the largest part is optimizer" in str(answer)
 
 
 @pytest.mark.parametrize(

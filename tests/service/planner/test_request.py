@@ -103,9 +103,9 @@ def test_plan_request_accepts_the_keys_of_a_complete_job_file():
         ({"accelerator": "a100", "racks": 3}, "cluster.racks", "unknown key"),
         ({"current": "yes"}, "cluster.current", "must be true or false"),
         ({"current": True, "nodes": 2, "gpus_per_node": 4}, "cluster.current", "leave out nodes and gpus_per_node, or"),
-        ({"groups": []}, "cluster.groups", "has nodes of 1 to 4 kinds, not 0"),
-        ({"groups": 5 * [{"accelerator": "a100"}]}, "cluster.groups", "has nodes of 1 to 4 kinds, not 5"),
-        ({"groups": 4 * [{"accelerator": "a100"}]}, "cluster.groups", "two groups A100"),
+        ({"groups": []}, "cluster.groups", "must list 1 to 4 kinds of nodes, not 0"),
+        ({"groups": 5 * [{"accelerator": "a100"}]}, "cluster.groups", "must list 1 to 4 kinds of nodes, not 5"),
+        ({"groups": 4 * [{"accelerator": "a100"}]}, "cluster.groups", "GPU type A100 for two groups"),
         ({"groups": [{"accelerator": "a100"}, 3]}, "cluster.groups", "must be a list of mappings"),
         ({"groups": [{"accelerator": "a100"}], "nodes": 2}, "cluster.groups", "leave out nodes"),
         (
@@ -119,7 +119,11 @@ def test_plan_request_accepts_the_keys_of_a_complete_job_file():
             "cluster.groups.1.accelerator",
             "only span nodes with GPUs",
         ),
-        ({"groups": [{"accelerator": "a100"}, {"accelerator": "a100-40gb"}]}, "cluster.groups", "two groups A100"),
+        (
+            {"groups": [{"accelerator": "a100"}, {"accelerator": "a100-40gb"}]},
+            "cluster.groups",
+            "GPU type A100 for two groups",
+        ),
     ],
 )
 def test_plan_request_with_an_invalid_cluster_names_path_and_reason(cluster, path, words):
@@ -193,7 +197,7 @@ def test_plan_for_a_gpu_cluster_ignores_nodes_without_gpus():
     for gpu_nodes in (1, 2):
         cluster = cluster_of_nodes([node("cpu", 16), *[h100] * gpu_nodes], None, NODE)
         assert (cluster.machine, cluster.nodes, cluster.gpus_per_node) == (machine_of("h100"), gpu_nodes, 8)
-    with pytest.raises(SpecError, match=r"cluster.current: this cluster has no node whose GPUs jobs may have"):
+    with pytest.raises(SpecError, match=r"cluster.current: this cluster has no node with GPUs for jobs"):
         cluster_of_nodes([node("cpu", 16)], "h100", NODE)
 
 
@@ -267,14 +271,14 @@ def test_plan_request_uses_gpus_or_slots_as_the_job_asks():
 
     assert taken("cpu").machine is taken("auto").machine is taken("cpu", "h100").machine is slots
     assert asked == ["cpu", None, "h100"]
-    with pytest.raises(SpecError, match=r"resources\.accelerator: the job would wait for GPUs, of which this cluster"):
+    with pytest.raises(SpecError, match=r"resources\.accelerator: the job needs GPUs, and this cluster"):
         taken("gpu")
 
 
 @pytest.mark.parametrize(("wanted", "described", "sentence"), [
-    ("cpu", {"accelerator": "h100"}, "the job takes slots, and this cluster is one of GPUs"),
-    ("cpu", {"groups": [{"accelerator": "h100"}, {"accelerator": "a100"}]}, "the job takes slots"),
-    ("gpu", {"accelerator": "cpu"}, "the job would wait for GPUs, of which this cluster has none"),
+    ("cpu", {"accelerator": "h100"}, "the job uses CPU slots, but this cluster has GPUs"),
+    ("cpu", {"groups": [{"accelerator": "h100"}, {"accelerator": "a100"}]}, "the job uses CPU slots"),
+    ("gpu", {"accelerator": "cpu"}, "the job needs GPUs, and this cluster has none"),
 ])  # fmt: skip
 def test_plan_request_checks_a_described_cluster_against_the_jobs_accelerator(wanted, described, sentence):
     with pytest.raises(SpecError, match=rf"resources\.accelerator: {sentence}"):
@@ -297,7 +301,7 @@ def test_plan_on_cpu_mentions_no_gpus_in_its_reasons():
         for changes in ({"model": deep}, {"model": deep, "parallel": {}}, {"parallel": {"data": 8}})
     ]
     assert all("GPU" not in reason for reason in reasons), reasons
-    assert "GiB that a rank may take" in reasons[0] and "GiB a rank) would do" in reasons[0]
+    assert "GiB that a rank may use" in reasons[0] and "GiB per rank) would be enough" in reasons[0]
     assert reasons[2] == "needs 8 slots in groups of 1 on one node; 1 node of 4 has room for 4 such groups, not 8"
 
 

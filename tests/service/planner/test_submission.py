@@ -116,10 +116,10 @@ def test_layout_of_a_custom_model_is_one_rank_since_none_can_be_planned():
 @pytest.mark.parametrize(
     ("given", "cluster", "sentence"),
     [
-        ({"model": LARGE, "parallel": {"data": 2}}, gpus(8), r"parallel: does not fit: .* GiB that a rank may take"),
+        ({"model": LARGE, "parallel": {"data": 2}}, gpus(8), r"parallel: does not fit: .* GiB that a rank may use"),
         ({"model": LARGE, "parallel": {}}, gpus(8), r"does not fit: .*\(try: auto\)"),
         ({"model": LARGE}, gpus(1), r"parallel: no layout of this job fits on this cluster"),
-        ({"model": LARGE}, CPUS, r"does not fit: .* the 29\.8 GiB that a rank may take"),
+        ({"model": LARGE}, CPUS, r"does not fit: .* the 29\.8 GiB that a rank may use"),
     ],
 )
 def test_job_that_fits_on_no_node_is_refused_with_what_is_missing(given, cluster, sentence):

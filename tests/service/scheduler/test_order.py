@@ -233,7 +233,7 @@ def test_queued_gpu_job_that_never_fits_is_told_if_slots_would_do(store, submit,
     slots_would_do = submit(parallel={"tensor": 2, "pipeline": 2}, resources=resources)
     neither = submit(parallel={"data": 12}, train=LARGE, resources=resources)
     assert look() == []
-    advice = "; with resources.accelerator: cpu it would take slots, of which there are enough"
+    advice = "; with resources.accelerator: cpu it would run on CPU slots, of which there are enough"
     lacks = "needs 4 GPUs in groups of 2 on one node; the cluster has 2"
     assert job_now(store, slots_would_do).message == f"{lacks}{advice}"
     assert job_now(store, neither).message == "needs 12 GPUs; the cluster has 3"

@@ -86,6 +86,8 @@ def test_parts_of_phases_are_the_mean_step():
     )  # fmt: skip
     assert "2 steps that were measured" in parts[0].how or "peak" in parts[0].how
     assert budget.of_phases([{"step_seconds": 7.0}], JOB) == ()
+    validated = {**ROW, "step_seconds": 100.0, "validation_loss": 2.0}
+    assert budget.of_phases([ROW, validated], JOB) == budget.of_phases([ROW], JOB) != budget.of_phases([validated], JOB)
     stalled = seconds_of(budget.of_phases([{**ROW, "snapshot_seconds": 1e3}], JOB))
     assert (stalled["snapshot"], stalled["rest"] >= 0) == (ROW["other_seconds"], True), "no more than no phase names"
 

@@ -43,9 +43,7 @@ def test_copy_of_a_checkpoint_without_checksums_has_none_either(tmp_path, blocks
 
 def test_copy_onto_an_existing_checkpoint_is_refused_and_leaves_it(tmp_path):
     source, other = made(tmp_path / "a"), made(tmp_path / "b", 20)
-    with pytest.raises(
-        LocationExists, match=f"there is something at {other} already: name another place, or remove it"
-    ):
+    with pytest.raises(LocationExists, match=f"{other} already exists: choose another folder, or remove it"):
         copy(source, other)
     assert verify(other).step == 20
 
@@ -65,7 +63,7 @@ def test_copy_into_a_folder_with_other_files_is_refused_and_clears_nothing(tmp_p
     (theirs / "folder").mkdir(parents=True)
     (theirs / "thesis.tex").write_text("years of work")
     (theirs / "data").write_bytes(b"half")
-    with pytest.raises(LocationExists, match=f"there is something at {theirs} already: name another place"):
+    with pytest.raises(LocationExists, match=f"{theirs} already exists: choose another folder"):
         copy(source, theirs)
     assert (theirs / name).exists() and (theirs / "data").read_bytes() == b"half"
 

@@ -136,7 +136,7 @@ def test_unusable_weights_folder_is_a_problem_of_model_from(tmp_path):
     assert "copy the weights here first" in rule
     for name in ("a\0b", " "):
         ((path, rule, _),) = problems(job(name), DataRoots((tmp_path,)))
-        assert path == "model.from" and "has no zero byte, and is not blank" in rule
+        assert path == "model.from" and "cannot be blank or contain a null byte" in rule
     for name in ("x" * 5000, "\ud800", "."):
         assert problems(job(name))[0][0] == "model.from"
 
@@ -296,7 +296,7 @@ def test_environment_variables_that_are_not_allowed_are_refused_by_name(name, su
 
 @pytest.mark.parametrize("value", ["a\nb", "a\0b", "x" * 1001])
 def test_values_are_such_that_a_process_can_be_given(value):
-    with pytest.raises(SpecError, match=r"resources\.environment\.NCCL_ALGO: a value has at most 1000 characters"):
+    with pytest.raises(SpecError, match=r"resources\.environment\.NCCL_ALGO: a value may have at most 1000 characters"):
         parse_job_spec(environment(NCCL_ALGO=value))
 
 

@@ -32,8 +32,8 @@ def test_duplicate_yaml_key_is_refused_with_its_place(text):
 
 
 @pytest.mark.parametrize(("text", "read_as"), [
-    ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "to base 60"),
-    ("-1:30.5", "to base 60"), ("1" + ":59" * 300 + ".5", "to base 60"),
+    ("010", "as octal"), ("-010", "as octal"), ("+0_17", "as octal"), ("00", "as octal"), ("1:30", "in base 60"),
+    ("-1:30.5", "in base 60"), ("1" + ":59" * 300 + ".5", "in base 60"),
 ])  # fmt: skip
 def test_ambiguous_yaml_number_is_refused_with_its_place(text, read_as):
     with pytest.raises(
@@ -104,10 +104,10 @@ def test_yaml_document_may_be_empty_or_repeat_itself(text, value):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a: 0x" + "f" * 500_000, "a number of 500002 characters, and at most 1000 are read"),
-        ("a: 1" + ":59" * 300_000, "a number of 900001 characters"),
-        ("a: 1" + ":59" * 300_000 + ".5", "a number of 900003 characters"),
-        ("a: !!int '" + "7" * 5000 + "'", "a number of 5000 characters"),
+        ("a: 0x" + "f" * 500_000, "a number with 500002 characters; at most 1000 are allowed"),
+        ("a: 1" + ":59" * 300_000, "a number with 900001 characters"),
+        ("a: 1" + ":59" * 300_000 + ".5", "a number with 900003 characters"),
+        ("a: !!int '" + "7" * 5000 + "'", "a number with 5000 characters"),
         ("a: [" + "1," * 60_000 + "]", "it has more than 50000 values"),
         ("- a\n" * 60_000, "it has more than 50000 values"),
     ],

@@ -112,16 +112,16 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads():
 
 
 WRONG = [
-    ({"model_type": "qwen2"}, "model_type is \"qwen2\": what can be read: gpt2, llama, mistral, qwen3"),
+    ({"model_type": "qwen2"}, "model_type is \"qwen2\": supported: gpt2, llama, mistral, qwen3"),
     ({"model_type": None}, "model_type is null"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights cannot be trained"),
-    ({"vision_config": {}, "text_config": {"a": 1}}, "text_config: a model of several parts"),
-    ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the model needs code from its folder, which is never run"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
+    ({"vision_config": {}, "text_config": {"a": 1}}, "text_config: models with several parts"),
+    ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the model needs code from its folder"),
     ({"hidden_act": "gelu"}, "hidden_act is \"gelu\": only silu"),
-    ({"attention_bias": True}, "attention_bias is true: model.bias is for all linear layers, but mlp_bias is false"),
-    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is true: biases in attention alone"),
+    ({"attention_bias": True}, "attention_bias is true: model.bias applies to all linear layers, but mlp_bias is"),
+    ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is true: biases in attention only"),
     ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling: rope_type is \"dynamic\""),
-    ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: this variant of yarn cannot be computed"),
+    ({"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: this variant of yarn is not supported"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section: not known, so what it"),
     (
         {"rope_scaling": {"factor": 2.0}, "rope_parameters": {"rope_theta": 5e5, "factor": 4.0}},
@@ -130,7 +130,7 @@ WRONG = [
     ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "original_max_position_embeddings is missing"),
     (
         {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
-        "rope_parameters: only positions that are the same in all layers",
+        "rope_parameters: only the same rotary settings in all layers",
     ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: only 1.0"),
     ({"num_hidden_layers": "four"}, "num_hidden_layers is \"four\": must be a whole number of at least 1"),
@@ -140,7 +140,7 @@ WRONG = [
     ({"rope_scaling": [1]}, "rope_scaling is [1]: must be an object"),
     (
         {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 2},
-        "max_window_layers: windows in all layers but every n-th can be expressed, no other pattern",
+        "max_window_layers: the only supported pattern is windows in all layers except every n-th",
     ),
     (
         {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["chunked_attention"] * 4},
@@ -148,7 +148,7 @@ WRONG = [
     ),
     ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": []}, "layer_types must be a list with one"),
     ({"model_type": "gpt2", "activation_function": "relu"}, "activation_function is \"relu\""),
-    ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "only false can be computed"),
+    ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "only false is supported"),
 ]  # fmt: skip
 
 
@@ -168,10 +168,10 @@ def test_config_without_a_required_key_is_refused():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "has no config.json: name a folder as transformers' save_pretrained writes it"),
+        (None, "has no config.json: give a folder written by transformers' save_pretrained"),
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
-        ("[]", "does not hold an object"),
+        ("[]", "is not a JSON object"),
         (json.dumps({"a": "\ud800"}).replace("\\ud800", "\udcff"), "is not valid JSON"),
     ],
 )
@@ -200,7 +200,7 @@ def test_model_unknown_to_transformers_is_not_exported_as_another(model, what):
     spec = parse_job_spec(document(model=model))
     with pytest.raises(WeightsError) as caught:
         huggingface_config(spec, "float32")
-    assert what in str(caught.value) and "export it as dcp or safetensors" in str(caught.value)
+    assert what in str(caught.value) and "export as dcp or safetensors" in str(caught.value)
 
 
 def test_file_in_place_of_a_weights_folder_is_refused(tmp_path: Path):
@@ -247,5 +247,5 @@ def test_weights_go_in_and_out_as_the_page_says(tmp_path):
     pytest.importorskip("transformers")
     ran = run_blocks(BLOCKS, tmp_path)
     assert "step 4/4" in ran[2]
-    assert "has the weights of" in ran[3]
+    assert "exported the weights of" in ran[3]
     assert (tmp_path / "exported" / "model.safetensors").exists()

@@ -103,7 +103,7 @@ def test_index_of_an_earlier_save_beside_a_whole_file_is_ignored_as_transformers
 def test_adapter_in_a_weights_folder_is_refused_by_name(whole, copied):
     folder = copied(whole)
     (folder / "adapter_model.safetensors").write_bytes(b"")
-    assert f"{folder / 'adapter_model.safetensors'} is an adapter, which is not read" in sentence_about(folder)
+    assert f"{folder / 'adapter_model.safetensors'} is an adapter: merge it" in sentence_about(folder)
 
 
 @pytest.mark.parametrize("name", [ONE_FILE, INDEX, "config.json"])
@@ -156,15 +156,15 @@ def test_truncated_weights_file_is_named(whole, copied, keep):
     content = file.read_bytes()
     file.write_bytes(content[:keep])
     sentence = sentence_about(file.parent)
-    assert str(file) in sentence and "is cut off" in sentence
+    assert str(file) in sentence and "is truncated" in sentence
     if keep == -1:
-        assert "goes beyond its end (1 bytes are missing)" in sentence
+        assert "extends past its end (1 bytes are missing)" in sentence
 
 
 def test_truncated_weights_shard_is_named_with_its_tensor(sharded, copied):
     file = sorted(copied(sharded).glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-1000])
-    assert f"{file} is cut off: model." in sentence_about(file.parent)
+    assert f"{file} is truncated: model." in sentence_about(file.parent)
 
 
 def test_missing_weights_file_is_named(sharded, copied):
@@ -187,22 +187,22 @@ def test_weights_whose_mount_is_away_are_unreadable_and_refuse_no_job_in_the_que
     ("change", "sentence"),
     [
         (lambda t: t.pop("transformer.h.2.ln_1.bias"), "has no tensor transformer.h.2.ln_1.bias"),
-        (lambda t: t.update(score=torch.ones(1)), "nothing in the model of config.json is called score"),
+        (lambda t: t.update(score=torch.ones(1)), "the model in config.json has no tensor score"),
         (
             lambda t: t.update({"transformer.ln_f.weight": torch.ones(31)}),
-            "transformer.ln_f.weight has shape [31], but config.json asks for [32]",
+            "transformer.ln_f.weight has shape [31], but config.json requires [32]",
         ),
         (
             lambda t: t.update({"transformer.wte.weight": torch.ones(1000, 32)}),
-            "transformer.wte.weight has shape [1000, 32], but config.json asks for ",
+            "transformer.wte.weight has shape [1000, 32], but config.json requires ",
         ),
         (
             lambda t: t.update({"transformer.wpe.weight": torch.ones(7, 32)}),
-            "transformer.wpe.weight has shape [7, 32], but config.json asks for [8, 32]",
+            "transformer.wpe.weight has shape [7, 32], but config.json requires [8, 32]",
         ),
         (
             lambda t: t.update({"transformer.ln_f.weight": torch.ones(32, dtype=torch.int8)}),
-            "transformer.ln_f.weight has dtype I8: what can be read is F64, F32, F16, BF16",
+            "transformer.ln_f.weight has dtype I8: supported: F64, F32, F16, BF16",
         ),
     ],
 )
@@ -235,7 +235,9 @@ def test_weights_index_that_misplaces_a_tensor_is_named(sharded, copied):
     tensor = next(name for name, file in index["weight_map"].items() if file == names[0])
     index["weight_map"][tensor] = names[1]
     (folder / INDEX).write_text(json.dumps(index))
-    assert f"{folder / names[1]} does not hold {tensor}, which {folder / INDEX} says" in sentence_about(folder)
+    assert f"{folder / names[1]} does not contain {tensor}, although {folder / INDEX} lists it" in sentence_about(
+        folder
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_invalid_weights_header_is_named(whole, copied, header):
 def test_oversized_weights_header_is_not_read(whole, monkeypatch):
     monkeypatch.setattr("manta.workers.weights.folder._MAX_HEADER_BYTES", 100)
     assert re.fullmatch(
-        rf"{whole / ONE_FILE}: its header has \d+ bytes, and at most 100 are read", sentence_about(whole)
+        rf"{whole / ONE_FILE}: its header has \d+ bytes; at most 100 are allowed", sentence_about(whole)
     )
 
 
@@ -298,7 +300,9 @@ def test_pickled_weights_are_never_read(whole, copied):
     (folder / ONE_FILE).unlink()
     assert f"{folder} has neither model.safetensors nor" in sentence_about(folder)
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin is a pickle, which is never read: save the model as safetensors" in sentence_about(folder)
+    assert "pytorch_model.bin is a pickle, which Manta never loads: save the model as safetensors" in sentence_about(
+        folder
+    )
 
 
 def test_weights_obey_the_roots_of_data(whole, copied, tmp_path):

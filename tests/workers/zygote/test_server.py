@@ -355,7 +355,7 @@ def test_a_request_without_an_end_does_not_take_all_memory(monkeypatch):
     monkeypatch.setattr(server, "MAXIMUM_REQUEST_BYTES", 4)
     assert server._complete_line(bytearray(b"abcd")) is None
     assert server._complete_line(bytearray(b"ab\nc")) == b"ab"
-    with pytest.raises(InvalidRequest, match="may have 4 bytes"):
+    with pytest.raises(InvalidRequest, match="may have at most 4 bytes"):
         server._complete_line(bytearray(b"abcde"))
 
 
