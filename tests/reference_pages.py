@@ -183,7 +183,8 @@ def command(shown: Any, called: str) -> Iterator[str]:
 
 def without_further_options(text: str) -> list[str]:
     """Lines of a command's help, less the list of options that the page describes in a table."""
-    return re.sub(r"\s*Further options: [^.]*\.", "", inspect.cleandoc(text)).splitlines()
+    shown = re.sub(r"\s*Further options: [^.]*\.", "", inspect.cleandoc(text))
+    return "\n\n".join(textwrap.fill(each, 120) for each in shown.split("\n\n")).splitlines()
 
 
 def argument_name(argument: Any) -> str:

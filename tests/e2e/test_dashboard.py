@@ -69,7 +69,7 @@ def test_killed_rank_turns_red_and_is_green_again_and_its_cost_is_two_clicks_awa
 
     page.locator("tbody tr", has_text=job).get_by_role("link").click()  # one
     expect(
-        page.get_by_text(re.compile("1 recovery took .* from failure to the next step: .* rank seconds"))
+        page.get_by_text(re.compile(r"1 recovery took .* from failure to the next step \(.* rank seconds\)"))
     ).to_be_visible()
     page.get_by_role("link", name="all recoveries").click()  # two
     expect(page.locator(".recoveries tbody tr")).to_contain_text("1 of 4")

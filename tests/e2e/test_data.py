@@ -93,12 +93,12 @@ def test_a_kill_a_resize_and_a_pause_in_the_middle_of_a_packed_blend_change_no_b
 
 
 def test_a_broken_document_ends_the_job_with_its_place(manta, documents):
-    with (documents / "b.jsonl").open("a") as file:
-        file.write('{"text": "cut')
+    with (documents / "b.jsonl").open("a") as file:  # behind the first lines, which are read at submission
+        file.write(100 * (json.dumps({"text": "word " * 200}) + "\n") + '{"text": "cut')
     job = manta.submit(manta.spec(steps=12, layout=(1, 1, 2), data=data_of(documents)))
     failed = manta.until_state(job, "FAILED")
     assert failed.step == 0
-    assert f"{documents / 'b.jsonl'}, line 101 (byte " in failed.message
+    assert f"{documents / 'b.jsonl'}, line 201 (byte " in failed.message
     assert "not valid JSON" in failed.message
     assert manta.leftovers(job) == []
 

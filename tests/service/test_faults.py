@@ -9,7 +9,7 @@ from sqlalchemy import select
 
 from manta.service.cluster.agent_client import AgentTimeout
 from manta.service.cluster.placement import agent_name
-from manta.service.control.faults import FaultInjector, FaultNotPossible, refuse_impossible
+from manta.service.control.faults import FaultInjector, FaultNotConfirmed, FaultNotPossible, refuse_impossible
 from manta.service.states import JobState
 from manta.service.store import generations, jobs, ranks
 from manta.service.store.tables import Event
@@ -154,10 +154,10 @@ def test_fault_of_a_rank_without_an_agent_is_refused_and_not_recorded(store, job
     assert of_fault(store, job) == []
 
 
-def test_fault_that_an_agent_does_not_take_is_refused(agents, inject):
+def test_fault_whose_agent_answers_late_is_sent_but_not_confirmed(agents, inject):
     for agent in agents.values():
         agent.silent = True
-    with pytest.raises(FaultNotPossible, match="agent of rank 1 does not answer; try again"):
+    with pytest.raises(FaultNotConfirmed, match="sent, but the agent of rank 1 has not confirmed it yet"):
         inject(asked(rank=1))
 
 

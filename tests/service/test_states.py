@@ -113,7 +113,7 @@ def test_refused_action_is_one_sentence_without_a_list_of_states():
         assert state in named and len(named) <= 2, said
         assert re.search(r"; \w+ works only while|: ", said), said
     over = str(IllegalTransition("job_1", JobState.SUCCEEDED, action="cancel"))
-    assert over == "job_1 is SUCCEEDED: it is over, and there is nothing to cancel"
+    assert over == "job_1 is SUCCEEDED: it has ended, and there is nothing to cancel"
 
 
 def test_documented_job_states_are_eleven_and_include_all_of_ours():

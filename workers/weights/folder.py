@@ -240,7 +240,7 @@ def _entry(file: Path, name: str, entry: dict[str, Any], header: int) -> tuple[F
     shape = tuple(int(size) for size in entry["shape"])
     wide = _ALL_BYTES.get(entry["dtype"])
     if begin < 0 or min(shape, default=0) < 0 or (wide is not None and end - begin != math.prod(shape) * wide):
-        raise WeightsError(f"{file}: {name} does not have as many bytes as its shape and dtype ask for")
+        raise WeightsError(f"{file}: {name} has a size that does not match its shape and dtype")
     return FileTensor(file, name, shape, str(entry["dtype"]), header + begin), end
 
 

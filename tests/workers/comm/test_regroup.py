@@ -131,7 +131,7 @@ def test_broken_device_raises_its_own_error_on_leaving_groups(asked, monkeypatch
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    with pytest.raises(DeviceLost, match=r"with an error after .* illegal memory access was encountered$"):
+    with pytest.raises(DeviceLost, match=r"reports an error after .* illegal memory access was encountered$"):
         NewGroups("nccl", NcclAborter(GPU, wanted=True)).leave()
 
 
