@@ -138,12 +138,15 @@ class Trainer:
         self._report_ranks(step, statistics)
         self._report_not_recorded(step)
         more = mean_part_seconds(self.comm, self.state.snapshots.stall_seconds) if self._measures(step) else {}
+        validating = 0.0
         if self.validation.due(step):
+            validation_began = time.perf_counter()
             more |= self.validation.losses()
+            validating = time.perf_counter() - validation_began
         self.state.commit(step, statistics)
 
         def row() -> dict[str, Any]:
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began - validating
             return self._rows.row(step, statistics, rate, seconds) | self.state.snapshot_figures() | more
 
         self.state.keep(step, row)

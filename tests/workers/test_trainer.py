@@ -30,6 +30,7 @@ from manta.workers.timing.step_phases import PARTS
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.bad_numbers import BadStep
 from manta.workers.training.reporter import Reporter
+from manta.workers.training.step_row import StepRows, Validation
 
 
 def _trainer(job, places, progress=None):
@@ -182,6 +183,26 @@ def test_trainer_step_times_exclude_time_before_the_steps(tmp_path, monkeypatch)
         trainer.train(stop_after_step=step)
     reporter.close()
     assert [row["seconds"]["wall"] for row in rows_of(messages)] == [0.0, 0.0]
+
+
+def test_step_time_and_rates_leave_out_the_validation_of_the_step(tmp_path, monkeypatch):
+    """By a clock that moves by an hour with each validation, and not otherwise."""
+    now = [100.0]
+    monkeypatch.setattr("manta.workers.trainer.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def losses(_validation):
+        now[0] += 3600.0
+        return {}
+
+    monkeypatch.setattr(Validation, "losses", losses)
+    job = _two_step_job(tmp_path)
+    job = job.model_copy(update={"train": job.train.model_copy(update={"validate_every": 1})})
+    trainer = _trainer(job, StatePaths())
+    trainer.restore(Resume())
+    seconds = []
+    monkeypatch.setattr(StepRows, "row", lambda *values: seconds.append(values[-1]) or {})
+    trainer.train_step()
+    assert seconds == [0.0] and now[0] == 3700.0
 
 
 def test_every_kth_metrics_row_has_the_parts_of_the_step_time(tmp_path):

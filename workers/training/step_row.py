@@ -29,7 +29,7 @@ class StepRows:
     """Peak FLOP/s of the devices of all ranks together."""
 
     def row(self, step: int, statistics: StepStatistics, learning_rate: float, seconds: float) -> dict[str, Any]:
-        """The row of step `step`, which took `seconds`. MFU: arXiv:2204.02311, appendix B."""
+        """The row of step `step`, which took `seconds` without its validation. MFU: arXiv:2204.02311, appendix B."""
         plan, length = self.plan, self.spec.model.sequence_length
         more = {} if statistics.z_loss is None else {"z_loss": statistics.z_loss}
         return {
