@@ -311,7 +311,7 @@ def test_a_name_that_no_file_can_have_is_a_problem_of_the_spec(tmp_path, name):
         ("lr", "did you mean train.optimizer.learning_rate?"),
         ("gradient_accumulation_steps", "did you mean train.global_batch_size?"),
         ("micro-batch-size", "did you mean train.micro_batch_size?"),
-        ("turbo", "those here are steps, global_batch_size, "),
+        ("turbo", "known are steps, global_batch_size, "),
     ],
 )
 def test_unknown_key_is_answered_with_the_one_that_is_meant_or_all(key, meant):

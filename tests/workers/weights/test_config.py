@@ -168,7 +168,7 @@ def test_config_without_a_required_key_is_refused():
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (None, "has no config.json: give a folder written by transformers' save_pretrained"),
+        (None, "has no config.json: name a folder"),
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
         ("[]", "is not a JSON object"),
