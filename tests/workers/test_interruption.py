@@ -44,7 +44,7 @@ except KeyboardInterrupt:
     ("module", "program"),
     [
         ("loaded", "from manta.workers.interruption import run_command; run_command('loaded')"),
-        ("api/cli/main", "from manta.api.cli import __main__ as manta; manta.main()"),
+        ("api/cli/overview", "from manta.api.cli import __main__ as manta; manta.main()"),
     ],
 )
 def test_command_interrupted_while_loading_ends_with_one_word(tmp_path, module, program):

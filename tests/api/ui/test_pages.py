@@ -319,7 +319,7 @@ def test_specs_are_checked_while_one_types_and_submitted(followed, browser):
     editor.fill(good + "train: [")
     expect(page.locator(".problems")).to_contain_text("line")
     editor.fill(good + "resources: {accelerator: gpu}\n")
-    expect(page.get_by_text("needs GPUs, and this cluster has none")).to_be_visible()
+    expect(page.get_by_text(re.compile("^Nothing is planned: .*needs GPUs, and this cluster has none"))).to_be_visible()
     expect(page.get_by_text(re.compile("Planned: .* a step"))).to_have_count(0)
     editor.fill(good.replace("{source: python-stdlib}", "{source: text, paths: [nowhere.txt]}"))
     expect(page.get_by_text("The job would fail: no such file or directory: /nowhere.txt.")).to_be_visible()
