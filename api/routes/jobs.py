@@ -363,7 +363,7 @@ async def _decided(document: Any, control: ControlPlane, threads: ReadThreads) -
 
 
 def _named(written: Mapping[str, Any], document: Mapping[str, Any]) -> dict[str, Any]:
-    """Those keys of `written` that `document` has, without what its weights and its tokenizer filled in."""
+    """The keys of `written` that `document` has, without what its weights and its tokenizer filled in."""
     both = {key: (value, document[key]) for key, value in written.items() if key in document}
     return {
         key: _named(value, own) if isinstance(value, dict) and isinstance(own, dict) else value

@@ -329,7 +329,7 @@ _ROPE_KEYS = {
     "low_freq_factor", "high_freq_factor", "truncate", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
     "attention_factor", "max_position_embeddings", "finetuned",
 }  # fmt: skip
-"""Those that are read, or are known to change nothing."""
+"""Keys that are read, or are known to change nothing."""
 
 
 def _llama3(inner: Keys, positions: int) -> Section:

@@ -58,7 +58,7 @@ class FileTensor:
     shape: tuple[int, ...]
     dtype: str
     first: int
-    """Its first byte in the file."""
+    """Position of the tensor's first byte in the file."""
 
 
 def check_weights(spec: JobSpec) -> None:
