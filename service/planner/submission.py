@@ -60,8 +60,8 @@ def bounds_in(document: dict[str, Any]) -> ElasticConfig:
 
 
 def decide(spec: JobSpec, document: dict[str, Any], cluster: Cluster, free: Cluster | None) -> Decided:
-    """`spec` with a decision on each key that its `document` leaves out: on GPUs the fastest layout that fits, without
-    any one rank; bf16 where the GPUs have it; the fastest micro-batch size. `spec`: the checked document, without
+    """`spec` with a decision on each key that its `document` leaves out: on GPUs the fastest layout that fits, on
+    CPUs one rank; bf16 where the GPUs have it; the fastest micro-batch size. `spec`: the checked document, without
     layout and bounds if it leaves out the layout; `free`: the part of `cluster` that is not in use. Raises SpecError if
     it does not fit."""
     wants_all = cluster.machine.has_gpus and _reason_not_planned(spec) is None

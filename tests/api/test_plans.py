@@ -176,6 +176,33 @@ def test_job_on_cpu_is_laid_out_for_slots_on_a_gpu_cluster(service, monkeypatch)
     assert on_slots["plan"]["mfu_causal"] > 10 * on_gpus["plan"]["mfu_causal"], "of a core's peak, not of an H100's"
 
 
+LEFT_OUT = {key: DOCUMENT[key] for key in ("name", "model", "data", "train")}
+
+
+def test_submission_stores_what_was_written_and_says_what_was_decided(service, monkeypatch):
+    node = {"alive": True, "accelerator": "gpu", "total": 8, "free": 2, "gpu_type": "H100"}
+    monkeypatch.setattr(
+        service.control, "cluster", lambda: {"nodes": [node | {"slots_total": 0, "slots_free": 0}], "totals": {}}
+    )
+    job = service.http.post("/v1/jobs", json=LEFT_OUT).json()
+    assert job["spec"]["train"]["precision"] == "bf16" and job["parallel"]["world_size"] <= 2
+    assert "2 free GPUs" in job["notes"][0] and "train.precision: bf16" in job["notes"][1]
+    assert service.http.get(f"/v1/jobs/{job['id']}/spec").json()["written"] == LEFT_OUT
+    (event,) = service.http.get(f"/v1/jobs/{job['id']}/events?type=submitted").json()["items"]
+    assert all(note in event["message"] for note in job["notes"])
+
+
+def test_dry_run_decides_for_the_cluster_that_it_describes_which_a_submission_refuses(service):
+    described = LEFT_OUT | {"cluster": {"accelerator": "v100-32gb", "nodes": 1, "gpus_per_node": 4}}
+    dry = service.http.post("/v1/jobs?dry_run=true", json=described).json()
+    assert "fits on 4 GPUs" in dry["notes"][0] and dry["spec"]["train"]["precision"] == "fp32"
+    assert dry["plan"]["gpus"] == dry["layout"]["world_size"]
+    here = service.http.post("/v1/jobs?dry_run=true", json=LEFT_OUT).json()
+    assert here["layout"]["world_size"] == 1 and here["notes"][0].startswith("1 of 16 slots used")
+    (error,) = service.http.post("/v1/jobs", json=described).json()["errors"]
+    assert error["path"] == "cluster" and "leave it out" in error["rule"]
+
+
 def test_plans_use_the_accelerator_that_the_job_asks_for_and_refuse_missing_gpus(service, monkeypatch):
     job = PLAN | {"cluster": {"current": True}, "resources": {"accelerator": "gpu"}}
     on_current = [("/v1/plans", job), ("/v1/jobs", DOCUMENT | {"parallel": "auto", "resources": job["resources"]})]

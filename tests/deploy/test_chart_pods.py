@@ -55,7 +55,7 @@ def test_chart_pods_have_the_given_scheduling_and_image_pull_secrets(changed):
     assert all(each["imagePullSecrets"] == secrets for each in (plane, group, head, database))
 
 
-def test_chart_pods_that_use_checkpoints_have_the_account_and_labels_that_a_cloud_asks_for(changed):
+def test_chart_pods_with_checkpoints_have_the_service_account_and_labels_of_the_values(changed):
     (account,) = of_kind(changed, "ServiceAccount")
     assert account["metadata"]["annotations"] == {"eks.amazonaws.com/role-arn": "mine"}
     for end, has_it in (("Deployment/manta", True), ("/cpu", True), ("/head", False), ("-postgresql", False)):

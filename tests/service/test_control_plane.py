@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from sqlalchemy import text
@@ -446,3 +446,12 @@ def test_folder_of_checkpoints_that_does_not_answer_keeps_no_service_from_starti
     assert marked == [tmp_path / "home"]
     assert f"{shared} cannot be marked as belonging to this service: no answer" in caplog.text
     answers.set()
+
+
+def test_cluster_that_does_not_answer_is_as_it_was_last_seen_and_unavailable_before_that():
+    away = ClusterUnavailable(TimeoutError("no answer"))
+    plane = Mock(spec=ControlPlane, cluster=Mock(side_effect=away), _seen_cluster=None)
+    with pytest.raises(ClusterUnavailable):
+        ControlPlane.last_seen_cluster(plane)
+    plane._seen_cluster = {"nodes": []}
+    assert ControlPlane.last_seen_cluster(plane) == {"nodes": []}

@@ -364,7 +364,7 @@ def test_trace_page_shows_the_trace_chosen_last_despite_a_late_answer(run):
     assert shown == ["trace_2", "job_1-trace_2.pftrace"]
 
 
-def test_data_page_shows_epochs_and_preview_of_the_training_data_not_of_a_validation_set(run):
+def test_data_page_shows_epochs_and_preview_of_the_training_data_only(run):
     event = {"type": "data_prepared", "time": "2026-01-02T03:04:05Z", "message": "", "rank": 0, "step": 0}
     corpus = {"documents": 180, "tokens": 70, "epoch_tokens": 80, "preview": [["asked ", False], ["answered", True]]}
     held_out = {"documents": 20, "tokens": 10, "preview": [["held out", True]], "is_validation": True}

@@ -162,7 +162,7 @@ def test_daemon_that_ray_does_not_tell_of_closes_no_node(ray):
     assert nodes.closed == set()
 
 
-def test_ray_actor_outlives_the_control_plane_and_is_never_restarted_not_even_when_killed(ray):
+def test_ray_actor_outlives_the_control_plane_and_is_not_restarted_when_killed(ray):
     """One that Ray started again would know nothing of its trainer. It takes none of the units of ranks."""
     assert detached("node-a", 7) == {
         "name": "node-a", "lifetime": "detached", "num_cpus": 0, "max_restarts": 0, "max_concurrency": 7

@@ -101,7 +101,7 @@ def test_placement_makes_groups_only_for_the_requested_replicas(ray, groups, rep
     assert list(ray.states) == made
 
 
-def test_every_bundle_keeps_off_avoided_and_closed_nodes_that_the_layout_can_do_without(ray, groups):
+def test_bundles_avoid_closed_and_avoided_nodes_if_the_layout_fits_on_others(ray, groups):
     _, seconds = go(groups.acquire("job", 1, ParallelConfig(tensor=12, data=3), SLOT, avoid=["a"]))
     assert ([made.bundle_label_selector for made in ray.made], seconds) == ([None] * 3, 0)
     groups._nodes.draining.add("b")

@@ -1,20 +1,22 @@
 /** Light or dark: as the system is, or as the viewer wants it, which this browser remembers. */
 
+import { remember, remembered } from "./preferences.js";
+
 /** What a viewer can choose. */
 export const THEMES = ["system", "light", "dark"];
-const [KEY, CHANGED] = ["manta.theme", "themechange"];
+const CHANGED = "themechange";
 const system = matchMedia("(prefers-color-scheme: dark)");
 const sheet = document.getElementById("dark");
 
 /** The viewer's choice. */
 export function theme() {
-  const chosen = localStorage.getItem(KEY);
+  const chosen = remembered("theme");
   return THEMES.includes(chosen) ? chosen : "system";
 }
 
 /** Choose one of THEMES, and remember it. */
 export function chooseTheme(name) {
-  localStorage.setItem(KEY, name);
+  remember("theme", name);
   apply();
 }
 
