@@ -38,7 +38,13 @@ from manta.workers.system.threads import decided_threads, threads_of, with_threa
 # If a launch takes longer, an agent does not answer. A node's first trainer waits for its zygote.
 LAUNCH_SECONDS = 150.0
 FROM_THE_START = Resume()
-NEW_KEYS = (("train", "log_every"), ("data", "special_tokens"))
+NEW_KEYS = (
+    ("train", "log_every"),
+    ("train", "lora"),
+    ("data", "special_tokens"),
+    ("parallel", "context_method"),
+    ("parallel", "context_order"),
+)
 """Section and name of keys that 0.3.0 does not know, whose jobs are taken over."""
 _TRACE_SECONDS = 10.0
 INITIAL_WAIT_SECONDS = 0.05

@@ -58,6 +58,7 @@ PART_OF_A_NAME = r"^[A-Za-z0-9_]+$"
 
 RecomputeModule = Literal["core_attention", "norm", "mlp_activation"]
 Accelerator = Literal["auto", "gpu", "cpu"]
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
 ParameterGroup = Literal["linear", "embedding", "norm", "bias"]
 Source = Literal["python-stdlib", "text", "jsonl", "parquet", "chat", "megatron"]
 

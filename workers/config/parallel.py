@@ -29,7 +29,7 @@ else:
 
 
 class ParallelConfig(Section):
-    """The layout: tensor x pipeline x data ranks."""
+    """The layout: tensor x pipeline x context x data ranks."""
 
     tensor: AxisSize = 1
     """Tensor-parallel size (t): number of ranks that share each layer. Untested on several GPUs (docs/tested.md)."""
@@ -38,7 +38,15 @@ class ParallelConfig(Section):
     data: AxisSize = 1
     """Data-parallel size (d): number of replicas. Untested on several GPUs (docs/tested.md)."""
     context: AxisSize = 1
-    """Context-parallel size. Supported: 1."""
+    """Context-parallel size (c): number of ranks that share each sample's sequence. Untested on several GPUs
+    (docs/tested.md)."""
+    context_method: Literal["all_gather", "all_to_all", "ring"] | None = None
+    """How attention reads keys and values of other context ranks. all_gather: each layer gathers them; all_to_all: each
+    rank attends with a part of the heads to the whole sequence (arXiv:2309.14509); ring: they travel from rank to rank
+    (arXiv:2310.01889). Default: all_gather."""
+    context_order: Literal["zigzag", "contiguous"] | None = None
+    """Which part of the sequence a context rank has. zigzag: two runs, i and 2c - 1 - i of 2c equal ones, so that under
+    a causal mask all ranks compute equally much; contiguous: one. Default: zigzag."""
     virtual_stages: Layers = 1
     """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the other schedules."""
     stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
@@ -71,9 +79,10 @@ class ParallelConfig(Section):
     offload_layers: Count = 0
     """Number of layers of each virtual stage, evenly spread, whose saved activations are kept in pinned host memory
     until backward; 0: none. Results do not change. Copies overlap with the layers in between (docs/parallelism.md)."""
-    zero: Literal[0, 1, 3] = 1
-    """ZeRO stage (arXiv:1910.02054). 0: every replica holds the whole optimizer state; 1: it is sharded over the data
-    group. 3 is not supported yet."""
+    zero: Literal[0, 1, 2, 3] = 1
+    """ZeRO stage (arXiv:1910.02054): what is sharded over the ranks that hold the same parameters. 0: nothing; 1: the
+    optimizer state; 2: gradients as well, reduced for each micro-batch; 3: weights as well, gathered layer by layer for
+    each micro-batch (docs/parallelism.md)."""
     bucket_megabytes: PositiveFloat | Literal["auto"] = "auto"
     """Size of the buckets in which gradients are reduced over the data group during backward, in 10^6 bytes. auto: 25
     on a CPU; on a GPU 160, or 4 times the number of replicas if that is larger."""

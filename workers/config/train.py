@@ -12,6 +12,7 @@ from manta.workers.config.fields import (
     Epsilon,
     FalseAsOff,
     Fraction,
+    LoraTarget,
     NonNegativeFloat,
     ParameterGroup,
     PositiveFloat,
@@ -87,6 +88,27 @@ class BatchRamp(Section):
     """Sequences consumed until the batch has reached train.global_batch_size."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685): W x + (scale B) A x, where A and B are trained and W is not."""
+
+    rank: Annotated[int, Field(gt=0, le=4096, strict=True)] = 16
+    """Rank r of the adapters: A is [r, in], B is [out, r]."""
+    alpha: PositiveFloat = 32.0
+    """Numerator of the scale."""
+    targets: Annotated[tuple[LoraTarget, ...], Field(min_length=1)] | None = None
+    """Projections that have adapters, of q, k, v, o (queries, keys, values and output of attention), gate, up and down
+    (of the MLP); default: all that the family has."""
+    dropout: Fraction = 0.0
+    """Probability at which an element of an adapter's input is set to zero in training."""
+    scaling: Literal["standard", "root"] = "standard"
+    """Scale of an adapter. standard: alpha / rank; root: alpha / sqrt(rank) (arXiv:2312.03732)."""
+    init: Literal["default", "gaussian"] = "default"
+    """Initial values of A. default: uniform, as those of linear layers in torch; gaussian: normal with standard
+    deviation 1 / rank. B begins at zero, so that the model begins as its base."""
+    from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
+    """Folder of an adapter in the format of PEFT, whose values A and B begin with; default: initial values."""
+
+
 class TrainConfig(Section):
     """Duration, batch sizes, precision and optimizer."""
 
@@ -136,6 +158,8 @@ class TrainConfig(Section):
     frozen: Annotated[tuple[str, ...], Field(max_length=1000)] = ()
     """Parameters that are not trained, as patterns of their names: `embedding`, `layers.0-3`, `*.mlp`
     (docs/training.md). They have no gradients and no moments, and backward stops at the first trained parameter."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, which alone are trained (docs/fine_tuning.md); default: none, the model is trained."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits;
     it keeps logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
