@@ -67,6 +67,10 @@ JOBS = {
     "offload, frozen": job(
         "gpt", 12, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
     ),
+    "adapters": job(lora={}),
+    "adapters, dropout, zb-h1": job("gpt", parallel={"schedule": "zb-h1"}, lora={"dropout": 0.1}),
+    "adapters, full, one rank": job("gpt", **ALONE, lora={"dropout": 0.1}, micro_batch_size=2),
+    "some adapters, 8 bits": job("qwen", fp8="tensorwise", lora={"targets": ["q", "v"], "rank": 64}),
     "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
 }
 

@@ -58,7 +58,7 @@ def job_of(row: Row) -> JobSpec:
 
 
 FUSED: Row = {"layout": (1, False), "attention": ("sdpa", 0.0), "frozen": ("*.output",), "window": None, "heads": (2, None)}
-FUSED["lora"] = None
+FUSED |= {"lora": None}
 ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
     {"family": (family, False), "modules": modules, "documents": documents, **FUSED}
     for family, modules, documents in product(("gpt", "qwen"), ((), ("core_attention",)), ("together", "apart"))
