@@ -156,10 +156,9 @@ class LayerPasses:
 
     def _adapt(self, tape: Tape, product: Products, beside: int) -> None:
         """What adapters add to results, with `beside` bytes of other tensors allocated meanwhile."""
-        inner = self._inner(product)
-        if inner:
-            tape.allocate_briefly(beside, inner, self._dropping(product))
-            tape.allocate_briefly(beside, inner, self._bytes(Tensor("added", product.copied_columns)))
+        if inner := self._inner(product):
+            copied = self._bytes(Tensor("added", product.copied_columns))
+            tape.allocate_briefly(beside, inner, max(copied, self._dropping(product)))
 
     def _inner(self, product: Products) -> int:
         """Bytes of the products of an input with A, or of their gradients, of all adapters."""
@@ -167,7 +166,8 @@ class LayerPasses:
 
     def _dropping(self, product: Products) -> int:
         """Bytes that dropout of the input of adapters takes: the result with its mask, or the mask while it is made."""
-        if self.spec.train.lora is None or not self.spec.train.lora.dropout:
+        lora = self.spec.train.lora
+        if lora is None or not lora.dropout or not product.inner_columns:
             return 0
         x = self._adapted_input(product)
         return x // self.sizes.width + max(x, self._hashed_numbers(x))
