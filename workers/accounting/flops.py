@@ -78,6 +78,12 @@ def trained_parameter_count(spec: JobSpec) -> int:
     return parameter_count(spec) - frozen.before[-1] - frozen.both
 
 
+def adapters_in_words(spec: JobSpec) -> str:
+    """How much of a model with adapters is trained, as a sentence."""
+    trained, whole = trained_parameter_count(spec), parameter_count(spec)
+    return f"train.lora: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%})"
+
+
 class ParameterCounts(NamedTuple):
     """Numbers of parameters on one tensor rank."""
 
