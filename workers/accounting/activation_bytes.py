@@ -246,8 +246,9 @@ def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
 
 def deferred_bytes(spec: JobSpec, index: int) -> int:
     """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
-    the products and gradients of their results, with adapters those of their inner results. The result of a row-parallel product is whole on each tensor rank;
-    frozen weights of layers are counted as if they were trained."""
+    the products and gradients of their results, and with adapters those of the inputs' products with A. The result of a
+    row-parallel product is whole on each tensor rank; frozen weights of layers are counted as if they were trained,
+    except beside adapters."""
     model, layout, width = spec.model, spec.layout, width_of(spec)
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
     tokens, outside = tokens_of(spec)

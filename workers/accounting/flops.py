@@ -65,9 +65,9 @@ class StepFlops:
 
 
 def parameter_count(spec: JobSpec) -> int:
-    """Parameters of the whole model, frozen ones and adapters included, without padding. For GPT with multi-head attention, f = 4 h,
-    biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
-    2 h."""
+    """Parameters of the whole model, frozen ones and adapters included, without padding. For GPT with multi-head
+    attention, f = 4 h, biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2)
+    and the final norm's 2 h."""
     counts = parameter_counts(spec.model, 1, spec.vocabulary_size, lora=spec.train.lora)
     return counts.before[-1] + counts.both
 

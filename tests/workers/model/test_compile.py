@@ -55,7 +55,11 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
 @pytest.mark.parametrize(
     ("family", "tensor", "kv_heads", "recompute", "chunks", "lora"),
     [
-        *(("gpt", 2, 4, "selective", 3, None), ("qwen", 2, 2, "none", 1, None), ("llama", 2, 1, "full", 2, {"rank": 3})),
+        *(
+            ("gpt", 2, 4, "selective", 3, None),
+            ("qwen", 2, 2, "none", 1, None),
+            ("llama", 2, 1, "full", 2, {"rank": 3}),
+        ),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
             for each in (

@@ -57,7 +57,13 @@ def job_of(row: Row) -> JobSpec:
     return job.model_copy(update={"data": documents, "train": train})
 
 
-FUSED: Row = {"layout": (1, False), "attention": ("sdpa", 0.0), "frozen": ("*.output",), "window": None, "heads": (2, None)}
+FUSED: Row = {
+    "layout": (1, False),
+    "attention": ("sdpa", 0.0),
+    "frozen": ("*.output",),
+    "window": None,
+    "heads": (2, None),
+}
 FUSED |= {"lora": None}
 ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
     {"family": (family, False), "modules": modules, "documents": documents, **FUSED}

@@ -89,9 +89,7 @@ class OneLayer:
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The layer under the layout's policy, as a chunk runs it."""
         positions, recompute = Positions.of(self.spec.model.sequence_length), Recompute.of(self.spec.layout)
-        run = ForwardPass(
-            positions, self.keys, recompute, documents=documents, adapter_keys_b=self.adapter_keys
-        )
+        run = ForwardPass(positions, self.keys, recompute, documents=documents, adapter_keys_b=self.adapter_keys)
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.full_layer(0) else self.layer(x, run)
 
 
