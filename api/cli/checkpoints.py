@@ -303,10 +303,12 @@ def _copy(source: Location, target: Location, as_json: bool) -> None:
 def _print(place: Location, manifest: Manifest, as_json: bool, what: str) -> None:
     if as_json:
         about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
-        typer.echo(json.dumps({**about, "job": manifest.job}))
+        typer.echo(json.dumps({**about, "frozen_bytes": manifest.all_bytes - manifest.bytes, "job": manifest.job}))
     else:
-        files = counted(len(manifest.files), "file")
-        typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}")
+        files, frozen = counted(len(manifest.files), "file"), ""
+        if manifest.frozen is not None:
+            frozen = f", and {size(manifest.frozen.manifest.bytes)} of frozen weights in {manifest.frozen.folder}"
+        typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}{frozen}")
 
 
 def export_weights(

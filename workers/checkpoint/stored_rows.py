@@ -161,7 +161,7 @@ class StoredRows:
         for file in sorted(files):
             if file not in self._open:
                 stack = ExitStack()
-                stream = stack.enter_context(opened(self._location / file, self._manifest))
+                stream = stack.enter_context(opened(self._manifest.place(self._location, file), self._manifest))
                 self._open[file] = stack, stream, CheckedSpan(stream)
             self._open[file] = self._open.pop(file)
             if file not in self._expected:
@@ -178,7 +178,7 @@ class StoredRows:
         _, width = rows_and_columns(rectangle.sizes)
         column = rectangle.offsets[1] if len(rectangle.offsets) == 2 else 0
         _, stream, span = self._open[rectangle.file]
-        with explained(self._location / rectangle.file, self._manifest, stream):
+        with explained(self._manifest.place(self._location, rectangle.file), self._manifest, stream):
             row_bytes = width * ITEM_BYTES[tensor.dtype]
             at = rectangle.at + self._elements(span, tensor, rectangle).at + (low - rectangle.offsets[0]) * row_bytes
             content = span.piece(at, (high - low) * row_bytes)

@@ -69,7 +69,8 @@ def test_verify_takes_the_newest_complete_checkpoint_of_a_job_or_that_of_a_step(
     newest = checkpoint_path(folder, 20, 2)
     assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 file, 20 B")
     assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
-        "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "job": "j",
+        "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "frozen_bytes": 0,
+        "job": "j",
     }  # fmt: skip
     sentence = f"{job} has no complete checkpoint of step 30; it has those of steps 10, 20"
     assert sentence in manta("checkpoints", "verify", job, "--step", 30, code=2)
