@@ -31,7 +31,7 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
-from manta.workers.spec.parameters import first_trained_layer, frozen_names, padded_rows
+from manta.workers.spec.parameters import first_trained_layer, frozen_names, is_partly_frozen, padded_rows
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
@@ -74,8 +74,9 @@ class Bounds:
         """All parameters on one of `tensor` tensor ranks, and those with gradients."""
 
         def make() -> tuple[ParameterCounts, ParameterCounts]:
-            model, rows = self.job.model, padded_rows(self.job.vocabulary_size, tensor) // tensor
-            whole, frozen = (parameter_counts(model, tensor, rows, names) for names in (None, frozen_names(self.job)))
+            shape = self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor
+            names, lora = frozen_names(self.job), self.job.train.lora
+            whole, frozen = (parameter_counts(*shape, each, lora) for each in (None, names))
             return whole, whole.minus(frozen)
 
         return self._once(("sizes", tensor), make)
@@ -102,7 +103,7 @@ class Bounds:
         turns_back, counts = SCHEDULES[c.schedule].turns_back, self.counts(c)
         moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
         state = width + 4 + moved / c.data  # bytes per trained parameter
-        if self.job.train.frozen:
+        if is_partly_frozen(self.job):
             return self._min_bytes_in_part(c, counts, width, state - width)
         # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
         # chunk's have come.
@@ -139,8 +140,8 @@ class Bounds:
 
         def make() -> tuple[int, ...]:
             spec = candidate.on_one_stage().spec(self.job)
-            first, layers = first_trained_layer(spec.model, spec.train.frozen), range(spec.model.layers)
-            some = layers if spec.train.frozen else layers[:1]
+            first, layers = first_trained_layer(spec), range(spec.model.layers)
+            some = layers if is_partly_frozen(spec) else layers[:1]
             terms = (saved_terms(spec, each, candidate.recompute) if each >= first else {} for each in some)
             return tuple(accumulate((sum(each.values()) for each in terms), initial=0))
 
@@ -184,7 +185,7 @@ class Bounds:
 
     def _min_seconds(self, candidate: Candidate) -> float:
         model, tied, optimizer = self._end_of(candidate)
-        if self.job.train.frozen:
+        if is_partly_frozen(self.job):
             pipeline, backward = self._min_seconds_in_part(candidate)
         else:
             pipeline, backward = self._min_pipeline(candidate, model)

@@ -26,7 +26,7 @@ from manta.service.planner.software import Software
 from manta.workers.accounting.activation_bytes import offloaded, saved_terms, tokens_of, width_of
 from manta.workers.accounting.flops import recomputed_layer_passes, vocabulary_rows
 from manta.workers.config import JobSpec
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table_of
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
@@ -62,7 +62,7 @@ class LayerTime:
         self.width, self._vocabulary = width_of(spec), vocabulary_rows(spec)
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
         self.tokens, self.outside = tokens_of(spec)
-        self.hidden, self.table = model.hidden_size, layer_table(model, spec.layout.tensor)
+        self.hidden, self.table = model.hidden_size, layer_table_of(spec)
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
@@ -345,7 +345,7 @@ class LayerTime:
         layout, batch = self.spec.layout, self.spec.train.global_batch_size
         if layout.recompute_every == 1 and layout.recompute_keep == 0:
             return 1.0
-        reached = self.spec.model.layers - max(0, first_trained_layer(self.spec.model, self.spec.train.frozen))
+        reached = self.spec.model.layers - max(0, first_trained_layer(self.spec))
         return recomputed_layer_passes(self.spec, batch) / max(1, reached * batch)
 
     def recomputed(self) -> Budget:

@@ -20,7 +20,7 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import layer_counts, layers_of
-from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer
+from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, layers_differ
 from manta.workers.spec.rules import broken_keys
 
 RESERVE = 0.04
@@ -94,7 +94,7 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
     for rank in range(last + 1):
         kind = _kind_of(spec, rank), None if types is None else types[rank]
         alike.setdefault(kind, []).append(rank)
-    few = 2 if spec.train.frozen else 1
+    few = 2 if layers_differ(spec) else 1
     ranks = {last}.union(*(each[:few] for each in alike.values()))
     if SCHEDULES[spec.layout.schedule].turns_back:
         ranks.update(each[-1] for each in alike.values())
@@ -103,7 +103,7 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
 
 def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
     """A key that is equal for ranks that are alike: number of layers of each chunk, and which parts are frozen."""
-    first, by_layer = first_trained_layer(spec.model, spec.train.frozen), frozen_by_layer(spec)
+    first, by_layer = first_trained_layer(spec), frozen_by_layer(spec)
     chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_on_rank(spec, rank))
     return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
 

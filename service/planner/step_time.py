@@ -1,6 +1,6 @@
 """Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python.
 
-With `train.frozen`, layers differ by which of their parameters are frozen. Backward ends in the first layer that a
+With `train.frozen` and `train.lora`, layers differ by which of their parameters are frozen. Backward ends in the first layer that a
 gradient reaches; the layers below only run forward. Above, frozen weights need no gradient products, sums or casts of
 their own; gradients still pass through them.
 """
@@ -37,6 +37,7 @@ from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
+    is_partly_frozen,
     output_weight,
 )
 from manta.workers.system.threads import decided_threads
@@ -92,9 +93,9 @@ class StagePasses:
     def __init__(self, layer: LayerTime, parts: Passes | None = None):
         """`parts`: times of the parts of the model with everything trained, if they are not those of `layer`."""
         self.layer, self.parts, spec = layer, parts or layer.passes(), layer.spec
-        self.is_frozen = bool(spec.train.frozen)
+        self.is_frozen = is_partly_frozen(spec)
         """Whether a part of the model is not trained."""
-        self._first = first_trained_layer(spec.model, spec.train.frozen)
+        self._first = first_trained_layer(spec)
         self._frozen = frozen_by_layer(spec) if self.is_frozen else ()
         whole = self.parts.backward_input, self.parts.backward_weight
         self._known: dict[frozenset[str], tuple[Budget, Budget]] = {} if self.is_frozen else {frozenset(): whole}
@@ -109,7 +110,7 @@ class StagePasses:
         return self._times[key]
 
     def times_of(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage with so many layers. With `train.frozen` only those of its forward: the others
+        """Times of a virtual stage with so many layers. If a part is frozen, only those of its forward: the others
         depend on which layers it has."""
         if not self.is_frozen:
             return self.times(range(layers), first, last)

@@ -21,11 +21,13 @@ from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import layers_of
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table
+from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
+    is_partly_frozen,
+    layers_differ,
     needs_gradient,
     output_weight,
     parameter_names,
@@ -41,7 +43,7 @@ softmax. (On a CPU, statistics have the activations' precision.)"""
 def layer_terms(spec: JobSpec, layer: int = 0, modules: Collection[str] = (), repeats: bool = False) -> dict[str, int]:
     """Bytes of every tensor that a layer saves of one full micro-batch, by name, if `modules` are recomputed.
     `repeats`: core attention takes copies of keys and values, one for each head, and saves these."""
-    blocks = layer_table(spec.model, spec.layout.tensor, layer).blocks
+    blocks = layer_table_of(spec, layer).blocks
     return {name: size for block in blocks for name, size in block_terms(spec, layer, block, modules, repeats).items()}
 
 
@@ -51,7 +53,7 @@ def block_terms(
     """The part of `layer_terms` that one block saves."""
     terms: dict[str, int] = {}
     width, tokens = width_of(spec), tokens_of(spec)
-    frozen = frozen_by_layer(spec)[layer] if spec.train.frozen else frozenset[str]()
+    frozen = frozen_by_layer(spec)[layer] if is_partly_frozen(spec) else frozenset[str]()
 
     def save(*tensors: Tensor) -> None:
         for each in tensors:
@@ -65,7 +67,7 @@ def block_terms(
                 save(x)
                 terms |= dict.fromkeys(statistics, WIDE * groups * tokens[x.own])
             case Products(x=x, weights=weights):
-                if any(f"{each.name}.weight" not in frozen for each in weights):
+                if any(each.adapters or f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
             case Attention(queries=queries, keys_values=keys_values, y=y, normed=normed):
                 apart, recompute = spec.data.documents == "apart", "core_attention" in modules
@@ -115,7 +117,7 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     applies to. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
-    count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(model, spec.train.frozen)
+    count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(spec)
     total, layers = 0, layers_of(model.layers, layout, index)
     kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
@@ -134,7 +136,7 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
 def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]]:
     """For each group of the `layers` that have the same parameters frozen, one layer and their number; those before
     `first` have no backward and are left out."""
-    if not spec.train.frozen:
+    if not layers_differ(spec):
         return [(layers[0], len(layers))]
     by_layer, known = frozen_by_layer(spec), dict[frozenset[str], tuple[int, int]]()
     for layer in layers:
@@ -158,7 +160,7 @@ def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> l
     layers = layers_of(spec.model.layers, layout, index)
     if not layout.offload_layers or not is_offloaded(place, len(layers), layout.offload_layers):
         return []
-    begins = layers[place] == first_trained_layer(spec.model, spec.train.frozen)
+    begins = layers[place] == first_trained_layer(spec)
     stays = LAYER_INPUT if begins or (place == 0 and index > 0) else ""
     return [size for name, size in terms.items() if name != stays and size >= recompute_policy.OFFLOADED_BYTES]
 
@@ -171,7 +173,7 @@ def host_bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
         return 0
     shape = layout.schedule, rank, layout.pipeline, layout.virtual_stages, micro_batches
     actions, indices = passes_of_rank(*shape), stages_on_rank(spec, rank)
-    again, first = recomputed(actions, layout), first_trained_layer(spec.model, spec.train.frozen)
+    again, first = recomputed(actions, layout), first_trained_layer(spec)
 
     def of_pass(action: Action) -> int:
         index = indices[action.chunk]
@@ -194,7 +196,7 @@ def output_bytes(spec: JobSpec) -> int:
     logits, which it keeps in fp32 (section 4.3); here they have the activations' precision."""
     (tokens, outside), frozen, model = tokens_of(spec), frozen_names(spec), spec.model
     vector = outside * model.hidden_size * width_of(spec)
-    reached = first_trained_layer(model, spec.train.frozen) < model.layers
+    reached = first_trained_layer(spec) < model.layers
     inputs = 0
     if reached or not {name for name in parameter_names(model) if name.startswith("final_norm.")} <= frozen:
         inputs += vector + outside * (1 if model.parts.rms_norm else 2) * WIDE
@@ -231,7 +233,7 @@ def layers_are_alike(spec: JobSpec) -> bool:
     layout, model = spec.layout, spec.model
     windows = model.sliding_window is not None and model.full_attention_every is not None
     every = layout.recompute == "full" and layout.recompute_every > 1
-    return not (spec.train.frozen or layout.offload_layers or windows or every)
+    return not (layers_differ(spec) or layout.offload_layers or windows or every)
 
 
 def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
@@ -249,10 +251,10 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     model, layout, width = spec.model, spec.layout, width_of(spec)
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
     tokens, outside = tokens_of(spec)
-    first = first_trained_layer(model, spec.train.frozen)
+    first = first_trained_layer(spec)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
     total = 0
-    for each in layer_table(model, layout.tensor).products:
+    for each in layer_table_of(spec).products:
         results = each.ys
         if each.sums:  # the gradient of the sum is gathered
             results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))

@@ -8,9 +8,10 @@ Model FLOPs are those that the mathematics needs, hardware FLOPs those that the 
 recomputation, copies of key-value heads and the padding of the vocabulary. What a fused attention kernel recomputes
 within its own backward (q k^T once more) counts as neither.
 
-Frozen parameters (`train.frozen`) have no gradients, and the layers before the first one with a trained parameter have
-no backward: all figures are reduced accordingly. From that layer on the gradients of all inputs are computed, and
-count.
+Frozen parameters (`train.frozen`, and with `train.lora` all but those of adapters) have no gradients, and the layers
+before the first one with a trained parameter have no backward: all figures are reduced accordingly. From that layer on
+the gradients of all inputs are computed, and count. An adapter's product of its input with A, which is not kept, is
+computed again in backward: hardware FLOPs.
 
 Recomputing core attention alone costs one product of its forward if it is written out, 2 s^2 h FLOPs per sequence and
 layer: of q k^T and the weights times v, backward needs the softmax, but not the result of the other product. Fused
@@ -30,16 +31,17 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
+from manta.workers.config import JobSpec, LoraConfig, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
 from manta.workers.parallel.data.tree_sum import buffers
 from manta.workers.parallel.recompute import recomputed
 from manta.workers.schedules.action_lists import training_actions
 from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
-from manta.workers.spec.layer_table import layer_table
+from manta.workers.spec.layer_table import layer_table, layer_table_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_names,
+    is_partly_frozen,
     output_weight,
     padded_rows,
     parameters_of_ends,
@@ -63,11 +65,17 @@ class StepFlops:
 
 
 def parameter_count(spec: JobSpec) -> int:
-    """Parameters of the whole model, frozen ones included, without padding. For GPT with multi-head attention, f = 4 h,
+    """Parameters of the whole model, frozen ones and adapters included, without padding. For GPT with multi-head attention, f = 4 h,
     biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
     2 h."""
-    counts = parameter_counts(spec.model, 1, spec.vocabulary_size)
+    counts = parameter_counts(spec.model, 1, spec.vocabulary_size, lora=spec.train.lora)
     return counts.before[-1] + counts.both
+
+
+def trained_parameter_count(spec: JobSpec) -> int:
+    """The part of `parameter_count` that is trained."""
+    frozen = parameter_counts(spec.model, 1, spec.vocabulary_size, frozen_names(spec))
+    return parameter_count(spec) - frozen.before[-1] - frozen.both
 
 
 class ParameterCounts(NamedTuple):
@@ -90,14 +98,16 @@ class ParameterCounts(NamedTuple):
 
 @lru_cache(maxsize=64)
 def parameter_counts(
-    model: ModelConfig, tensor: int, rows: int, names: frozenset[str] | None = None
+    model: ModelConfig, tensor: int, rows: int, names: frozenset[str] | None = None, lora: LoraConfig | None = None
 ) -> ParameterCounts:
-    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there."""
+    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there;
+    `lora`: adapters that the model has."""
 
     def count(sizes: dict[str, int], prefix: str = "") -> int:
         return sum(size for name, size in sizes.items() if names is None or prefix + name in names)
 
-    layers = (count(layer_table(model, tensor, layer).parameters, f"layers.{layer}.") for layer in range(model.layers))
+    tables = (layer_table(model, tensor, layer, lora) for layer in range(model.layers))
+    layers = (count(table.parameters, f"layers.{layer}.") for layer, table in enumerate(tables))
     ends = ((True, False), (False, True), (True, True))
     return ParameterCounts(
         tuple(accumulate(layers, initial=0)), *(count(parameters_of_ends(model, rows, *each)) for each in ends)
@@ -131,7 +141,7 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
 def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = None) -> int:
     """Parameters of pipeline rank `rank`, on one tensor rank, or only those in `names`."""
     layout, indices = spec.layout, stages_on_rank(spec, rank)
-    counts = parameter_counts(spec.model, layout.tensor, vocabulary_rows(spec), names)
+    counts = parameter_counts(spec.model, layout.tensor, vocabulary_rows(spec), names, spec.train.lora)
     layers = [layers_of(spec.model.layers, layout, index) for index in indices]
     total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
     first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
@@ -140,7 +150,7 @@ def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = 
 
 def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
-    return parameters_of_rank(spec, rank, frozen_names(spec)) if spec.train.frozen else 0
+    return parameters_of_rank(spec, rank, frozen_names(spec)) if is_partly_frozen(spec) else 0
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
@@ -182,39 +192,45 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
     (arXiv:2205.05198, eq. 7) with GPT's MLP.
     """
     model = spec.model
-    dense = _layers_products(model, 1, range(model.layers)) + _logits(model, spec.vocabulary_size)
+    dense = _layers_products(spec, 1, range(model.layers)) + _logits(model, spec.vocabulary_size)
     return dense, sum(core_attention_forward(model, model.window(layer)) for layer in range(model.layers))
 
 
-def _products(model: ModelConfig, tensor: int, layer: int) -> dict[str, int]:
+def _products(spec: JobSpec, tensor: int, layer: int) -> dict[str, int]:
     """Forward FLOPs of one sequence in a layer without core attention, by the name of the weight in the layer, on all
     of `tensor` ranks, which may compute copies of key-value heads."""
-    matrices = layer_table(model, tensor, layer).matrices
-    return {name: 2 * model.sequence_length * tensor * elements for name, elements in matrices.items()}
+    matrices = layer_table(spec.model, tensor, layer, spec.train.lora).matrices
+    return {name: 2 * spec.model.sequence_length * tensor * elements for name, elements in matrices.items()}
 
 
-def _layers_products(model: ModelConfig, tensor: int, layers: range) -> int:
+def _layers_products(spec: JobSpec, tensor: int, layers: range) -> int:
     """Forward FLOPs of one sequence in several layers, as in `_products`."""
-    return sum(sum(_products(model, tensor, layer).values()) for layer in layers)
+    return sum(sum(_products(spec, tensor, layer).values()) for layer in layers)
 
 
 def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
     """Backward FLOPs of one sequence without core attention: the gradients of inputs, from the first layer that they
     reach, and of trained weights."""
     model, frozen, reached = spec.model, frozen_names(spec), _reached_layers(spec)
-    inputs = _layers_products(model, tensor, reached) + _logits(model, vocabulary)
+    inputs = _layers_products(spec, tensor, reached) + _logits(model, vocabulary)
     if not frozen:
         return 2 * inputs
     products = (
-        (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(model, tensor, layer).items()
+        (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(spec, tensor, layer).items()
     )
     weights = sum(size for name, size in products if name not in frozen)
     return inputs + weights + (0 if output_weight(model) in frozen else _logits(model, vocabulary))
 
 
+def _inner_products(spec: JobSpec) -> int:
+    """FLOPs of one sequence's products of the adapters' inputs with A, on all tensor ranks."""
+    elements = sum(size for name, size in layer_table_of(spec).adapters.items() if name.endswith("lora_a"))
+    return 2 * spec.model.sequence_length * spec.layout.tensor * spec.model.layers * elements
+
+
 def _reached_layers(spec: JobSpec) -> range:
     """The layers in which there is a backward."""
-    return range(max(0, first_trained_layer(spec.model, spec.train.frozen)), spec.model.layers)
+    return range(max(0, first_trained_layer(spec)), spec.model.layers)
 
 
 def _logits(model: ModelConfig, vocabulary: int) -> int:
@@ -226,17 +242,17 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     model, layout, t = spec.model, spec.layout, spec.layout.tensor
     batch = spec.train.global_batch_size if sequences is None else sequences
     dense, attention = forward_flops(spec)
-    computed = _layers_products(model, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
+    computed = _layers_products(spec, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
     passes, reached = recomputed_layer_passes(spec, batch), _reached_layers(spec)
     core = core_attention_forward(model)
     computed_attention = (model.layers + 2 * len(reached)) * core
     attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
     dense += _backward(spec, 1, spec.vocabulary_size)
-    computed += _backward(spec, t, padded_vocabulary(spec))
+    computed += _backward(spec, t, padded_vocabulary(spec)) + _inner_products(spec)
     again_dense = again_attention = again_paper = 0
     if layout.recompute == "full":
-        again_dense, again_attention = passes * _layers_products(model, t, range(1)), passes * core
-        again_paper = passes * (_layers_products(model, 1, range(1)) + core)
+        again_dense, again_attention = passes * _layers_products(spec, t, range(1)), passes * core
+        again_paper = passes * (_layers_products(spec, 1, range(1)) + core)
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
         again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core

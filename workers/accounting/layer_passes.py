@@ -27,6 +27,7 @@ from manta.workers.spec.layer_table import (
     Tensor,
     Weight,
     layer_table,
+    layer_table_of,
 )
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
@@ -68,7 +69,7 @@ class LayerPasses:
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
         self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
         self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits(spec)
-        self.table = layer_table(spec.model, spec.layout.tensor, layer)
+        self.table = layer_table_of(spec, layer)
         self._blocks, attention = self.table.blocks, self.table.attention
         self.repeated = 0
         """Bytes of keys and values, one for each head, where the attention's kernel takes them instead."""

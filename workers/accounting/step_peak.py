@@ -29,6 +29,7 @@ from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
+    layers_differ,
     needs_gradient,
     output_weight,
 )
@@ -51,14 +52,14 @@ class StepPeak:
         layout = spec.layout
         self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
         self.split = SCHEDULES[self.kind].splits_backward
-        self.needs_gradient, self.first = needs_gradient(spec), first_trained_layer(spec.model, spec.train.frozen)
+        self.needs_gradient, self.first = needs_gradient(spec), first_trained_layer(spec)
         self.output_trained = output_weight(spec.model) not in frozen_names(spec)
         self.head_tokens = min(spec.train.head_tokens, tokens_of(spec)[0])
         # The first product of a step is written where the sum is.
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
         self._may_sum_separately = sums_separately
         self.sums_separately = sums_separately and several and self.output_trained and self.sizes.width < WIDE
-        self._frozen = frozen_by_layer(spec) if spec.train.frozen else None
+        self._frozen = frozen_by_layer(spec) if layers_differ(spec) else None
         self._layers: dict[tuple[bool, frozenset[str] | None, tuple[str, ...]], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         self._of_stages: dict[tuple[object, ...], Pass] = {}

@@ -26,6 +26,7 @@ from manta.workers.config.fields import (
     JobName,
     LabelKey,
     LabelValue,
+    LoraTarget,
     ParameterGroup,
     PositiveFloat,
     Priority,
@@ -35,7 +36,7 @@ from manta.workers.config.fields import (
 from manta.workers.config.model import ModelConfig, RopeConfig, RopeScaling
 from manta.workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
 from manta.workers.config.recovery import CheckpointConfig, RecoveryConfig
-from manta.workers.config.train import BatchRamp, OptimizerConfig, TrainConfig
+from manta.workers.config.train import BatchRamp, LoraConfig, OptimizerConfig, TrainConfig
 
 
 class JobSpec(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from manta.workers.config.fields import (
     Batch,
@@ -90,6 +90,8 @@ class BatchRamp(Section):
 
 class LoraConfig(Section):
     """Low-rank adapters (LoRA, arXiv:2106.09685): W x + (scale B) A x, where A and B are trained and W is not."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
 
     rank: Annotated[int, Field(gt=0, le=4096, strict=True)] = 16
     """Rank r of the adapters: A is [r, in], B is [out, r]."""

@@ -68,7 +68,7 @@ class Attention(nn.Module):
             context = fused_attention(
                 q, k, v, self.visible, run.documents, run.batch_first, recompute, self.region.comm
             )
-        return self.output(context.flatten(2), residual)
+        return self.output(context.flatten(2), residual, dropout=run.adapter_dropout)
 
     def _projections(
         self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
@@ -76,12 +76,12 @@ class Attention(nn.Module):
         """q [s, b, a/t, d], k and v [s, b, g/t, d]; if x is [b, s, h], these are [b, s, ...]."""
         rotary = self.rotary if self.q_norm is None else None  # with norms of heads, the rotation follows them
         if self.fused:
-            qkv = self.qkv(x, recompute_norm)
+            qkv = self.qkv(x, recompute_norm, run.adapter_dropout)
             if rotary is not None:
                 qkv = rotary(qkv, self.head_size, 3, 2, run)
             q, k, v = qkv.view(*qkv.shape[:2], self.heads, 3, self.head_size).unbind(3)
         else:
-            q, kv = paired_forward(x, self.q, self.kv, recompute_norm)
+            q, kv = paired_forward(x, self.q, self.kv, recompute_norm, run.adapter_dropout)
             if rotary is not None:
                 q = rotary(q, self.head_size, 1, 1, run)
                 kv = rotary(kv, self.head_size, 2, 1, run)

@@ -31,7 +31,8 @@ class MLP(nn.Module):
         self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
-        return self.down(self.up(x, recompute_norm), residual, run.recompute.mlp_activation)
+        up = self.up(x, recompute_norm, run.adapter_dropout)
+        return self.down(up, residual, run.recompute.mlp_activation, run.adapter_dropout)
 
 
 def embedding(shared: Shared) -> Embedding:

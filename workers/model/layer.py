@@ -11,13 +11,15 @@ import torch
 from torch import nn
 
 from manta.workers.model.attention import Attention
-from manta.workers.model.shared import EMBEDDING_DROPOUT, INIT_STD, Shared, first_dropout
+from manta.workers.model.shared import EMBEDDING_DROPOUT, INIT_STD, Shared, first_adapter_dropout, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation, recomputation
+from manta.workers.parallel.tensor.adapters import AdaptedLinear
 from manta.workers.parallel.tensor.dropout import derived_keys, dropout
 from manta.workers.parallel.tensor.layers import PositionEmbedding, VocabularyParallelEmbedding
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.sequence_parallel import Region
+from manta.workers.spec.layer_table import layer_table_of
 
 
 class Dropout:
@@ -45,6 +47,16 @@ class Layer(nn.Module):
         self.attention, self.mlp = attention, mlp
         self.attention_dropout = Dropout(rate, first_dropout(index) + 1, region)
         self.mlp_dropout = Dropout(rate, first_dropout(index) + 2, region)
+        self._add_adapters(shared, index)
+
+    def _add_adapters(self, shared: Shared, index: int) -> None:
+        lora, first = shared.spec.train.lora, first_adapter_dropout(shared.spec.model, index)
+        for number, products in enumerate(layer_table_of(shared.spec, index).products if lora else ()):
+            for weight in products.weights:
+                if lora is not None and weight.adapters:
+                    linear = self.get_submodule(weight.name)
+                    assert isinstance(linear, AdaptedLinear)
+                    linear.add_adapters(weight, lora, first + number)
 
     def forward(self, x: torch.Tensor, run: ForwardPass) -> torch.Tensor:
         """[s or s/t, b, h] -> the same."""

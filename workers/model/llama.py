@@ -34,8 +34,8 @@ class SwiGLU(nn.Module):
         self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
-        gate, up = paired_forward(x, self.gate, self.up, recompute_norm)
-        return self.down(gate, up, residual, run.recompute.mlp_activation)
+        gate, up = paired_forward(x, self.gate, self.up, recompute_norm, run.adapter_dropout)
+        return self.down(gate, up, residual, run.recompute.mlp_activation, run.adapter_dropout)
 
 
 def embedding(shared: Shared) -> Embedding:

@@ -15,6 +15,7 @@ from manta.workers.parallel.tensor.sequence_parallel import Region
 # Places in the model that have dropout; keys of different places are independent.
 EMBEDDING_DROPOUT = 0
 DROPOUTS_PER_LAYER = 3
+ADAPTED_INPUTS_PER_LAYER = 4
 
 
 class Shared:
@@ -50,6 +51,12 @@ class Shared:
 def first_dropout(layer: int) -> int:
     """The first of a layer's places of dropout: attention weights, the attention's output, the MLP's output."""
     return 1 + layer * DROPOUTS_PER_LAYER
+
+
+def first_adapter_dropout(model: ModelConfig, layer: int) -> int:
+    """The first of a layer's places of dropout of the inputs of adapters, one for each input of linear layers. They
+    follow the places of all layers."""
+    return first_dropout(model.layers) + layer * ADAPTED_INPUTS_PER_LAYER
 
 
 INIT_STD = 0.02

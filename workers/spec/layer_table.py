@@ -11,11 +11,22 @@ the MLP.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from manta.workers.config import ModelConfig
+from manta.workers.config import JobSpec, LoraConfig, LoraTarget, ModelConfig
+
+ADAPTED: dict[LoraTarget, str] = {
+    "q": "attention.q",
+    "k": "attention.k",
+    "v": "attention.v",
+    "o": "attention.output",
+    "gate": "mlp.gate",
+    "up": "mlp.up",
+    "down": "mlp.down",
+}
+"""The logical matrix of each target of `train.lora`."""
 
 
 class Tensor(NamedTuple):
@@ -60,11 +71,24 @@ class Weight(NamedTuple):
     """Tensor ranks that hold the same rows."""
     is_vector: bool = False
     """Whether it has no second dimension; `columns` is 1 then."""
+    adapters: tuple[Rows, ...] = ()
+    """Those of its logical matrices that have an adapter (`train.lora`)."""
+    rank: int = 0
+    """Rank r of the adapters."""
 
     @property
     def elements(self) -> int:
         """Elements of the weight, without its bias."""
         return self.rows * self.columns
+
+    @property
+    def adapter_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of its adapters' matrices A [r, columns] and B [rows, r], by their names within the layer."""
+        shapes = {}
+        for each in self.adapters:
+            shapes[f"{each.name}.lora_a"] = self.rank, self.columns
+            shapes[f"{each.name}.lora_b"] = each.length * each.blocks, self.rank
+        return shapes
 
 
 @dataclass(frozen=True)
@@ -109,6 +133,11 @@ class Products:
     rows, and with sequence parallelism the input is gathered."""
     projects: bool = False
     """Makes queries, keys and values."""
+
+    @property
+    def adapters(self) -> dict[str, tuple[int, int]]:
+        """Shapes of all adapters' matrices, by their names within the layer."""
+        return {name: shape for each in self.weights for name, shape in each.adapter_shapes.items()}
 
 
 @dataclass(frozen=True)
@@ -202,9 +231,15 @@ class LayerTable:
         return (*(weight for each in self.products for weight in each.weights), *norms)
 
     @cached_property
+    def adapters(self) -> dict[str, int]:
+        """Elements of each adapter's matrices, by their names within the layer."""
+        return {name: rows * columns for each in self.products for name, (rows, columns) in each.adapters.items()}
+
+    @cached_property
     def matrices(self) -> dict[str, int]:
-        """Elements of the weight of each linear layer, by its parameter's name within the layer."""
-        return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector}
+        """Elements of each matrix that inputs are multiplied with, by its name within the layer: weights of linear
+        layers, and adapters."""
+        return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector} | self.adapters
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -214,7 +249,7 @@ class LayerTable:
             sizes[f"{each.name}.weight"] = each.elements
             if each.has_bias:
                 sizes[f"{each.name}.bias"] = each.rows
-        return sizes
+        return sizes | self.adapters
 
     @cached_property
     def logical_matrices(self) -> dict[str, tuple[Weight, Rows]]:
@@ -226,14 +261,41 @@ def _all_rows(name: str, rows: int) -> Rows:
     return Rows(name, 0, rows, rows, 1)
 
 
-def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0) -> LayerTable:
-    """Layer `layer` of a model, on one of `tensor` tensor ranks."""
-    return _layer_table(model, tensor, model.window(layer))
+def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0, lora: LoraConfig | None = None) -> LayerTable:
+    """Layer `layer` of a model, on one of `tensor` tensor ranks, with its adapters."""
+    return _layer_table(model, tensor, model.window(layer), lora)
+
+
+def layer_table_of(spec: JobSpec, layer: int = 0) -> LayerTable:
+    """Layer `layer` of a job, on one of its tensor ranks."""
+    return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora)
+
+
+def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
+    """The targets of `train.lora` that the family has."""
+    known = layer_table(model).logical_matrices
+    return tuple(target for target, name in ADAPTED.items() if name in known)
 
 
 @lru_cache(maxsize=256)
-def _layer_table(model: ModelConfig, tensor: int, window: int | None) -> LayerTable:
-    return LayerTable((_attention(model, tensor, window), _mlp(model, tensor)))
+def _layer_table(model: ModelConfig, tensor: int, window: int | None, lora: LoraConfig | None) -> LayerTable:
+    blocks = _attention(model, tensor, window), _mlp(model, tensor)
+    if lora is None:
+        return LayerTable(blocks)
+    names = {ADAPTED[target] for target in lora.targets or ADAPTED}
+    return LayerTable(tuple(_with_adapters(block, names, lora.rank) for block in blocks))
+
+
+def _with_adapters(block: Block, names: set[str], rank: int) -> Block:
+    def adapted(weight: Weight) -> Weight:
+        parts = tuple(rows for rows in weight.parts if rows.name in names)
+        return weight._replace(adapters=parts, rank=rank) if parts else weight
+
+    operations = (
+        replace(each, weights=tuple(map(adapted, each.weights))) if isinstance(each, Products) else each
+        for each in block.operations
+    )
+    return replace(block, operations=tuple(operations))
 
 
 def _norm(model: ModelConfig, block: str) -> Norm:

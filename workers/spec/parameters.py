@@ -2,7 +2,7 @@
 
 `train.frozen` holds patterns of names, each for a parameter or for all parameters of a part of the model. `*` matches
 any characters, and `first-last` in place of a layer's number matches a range of layers: `embedding`, `layers.0-3`,
-`*.mlp`, `layers.7.attention.*norm`.
+`*.mlp`, `layers.7.attention.*norm`. With `train.lora` only its adapters are trained.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec, LoraConfig, ModelConfig
 from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import layer_table
 
@@ -53,9 +53,9 @@ def parameters_of_ends(model: ModelConfig, rows: int, first: bool, last: bool) -
 
 
 @lru_cache(maxsize=64)
-def parameter_names(model: ModelConfig) -> tuple[str, ...]:
-    """All parameters. Not for custom models, whose parameters are unknown."""
-    tables = [layer_table(model, 1, layer).parameters for layer in range(model.layers)]
+def parameter_names(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[str, ...]:
+    """All parameters, with those of adapters. Not for custom models, whose parameters are unknown."""
+    tables = [layer_table(model, 1, layer, lora).parameters for layer in range(model.layers)]
     layers = [f"layers.{layer}.{name}" for layer, names in enumerate(tables) for name in names]
     return (*parameters_of_ends(model, 1, first=True, last=True), *layers)
 
@@ -90,17 +90,34 @@ def _matches(expression: re.Pattern[str], name: str) -> bool:
 
 def frozen_names(spec: JobSpec) -> frozenset[str]:
     """The parameters that the job does not train."""
-    return _frozen(spec.model, spec.train.frozen) if spec.train.frozen else frozenset()
+    return _frozen(spec.model, _patterns(spec))
+
+
+def is_partly_frozen(spec: JobSpec) -> bool:
+    """Whether a part of the model is not trained."""
+    return bool(_patterns(spec))
+
+
+def layers_differ(spec: JobSpec) -> bool:
+    """Whether layers may differ in which of their parameters are trained."""
+    return bool(spec.train.frozen)
+
+
+def _patterns(spec: JobSpec) -> tuple[str, ...]:
+    """Patterns of the model's parameters that the job does not train; those of adapters are not among them."""
+    return spec.train.frozen if spec.train.lora is None else ("*",)
 
 
 @lru_cache(maxsize=64)
 def _frozen(model: ModelConfig, patterns: tuple[str, ...]) -> frozenset[str]:
+    if not patterns:
+        return frozenset()
     return frozenset(name for pattern in patterns for name in matching(pattern, parameter_names(model)))
 
 
 def frozen_by_layer(spec: JobSpec) -> tuple[frozenset[str], ...]:
     """For each layer the names within it of what the job does not train; layers of one kind have the same set."""
-    return _frozen_by_layer(spec.model, spec.train.frozen)
+    return _frozen_by_layer(spec.model, _patterns(spec))
 
 
 @lru_cache(maxsize=64)
@@ -114,10 +131,12 @@ def _frozen_by_layer(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[fro
     return tuple(known.setdefault(each, each) for each in map(frozenset, names))
 
 
-def first_trained_layer(model: ModelConfig, patterns: tuple[str, ...]) -> int:
+def first_trained_layer(spec: JobSpec) -> int:
     """Index of the first layer with a trained parameter: all layers before it, and the embedding, are frozen.
     `model.layers` if that is the final norm or the output layer; -1 if it is the embedding."""
-    return _first_trained_layer(model, patterns) if patterns else -1
+    if spec.train.lora is not None:
+        return 0
+    return _first_trained_layer(spec.model, spec.train.frozen) if spec.train.frozen else -1
 
 
 @lru_cache(maxsize=64)
@@ -133,8 +152,8 @@ def needs_gradient(spec: JobSpec) -> tuple[bool, ...]:
     """For each virtual stage, in model order, whether backward has work there: it, or one before it, has trained
     parameters. True for the last one, since some parameters are trained."""
     layout, model = spec.layout, spec.model
-    if not spec.train.frozen:
-        return (True,) * (layout.pipeline * layout.virtual_stages)
-    first, count = first_trained_layer(model, spec.train.frozen), layout.pipeline * layout.virtual_stages
+    first, count = first_trained_layer(spec), layout.pipeline * layout.virtual_stages
+    if first <= 0:
+        return (True,) * count
     ends = [layers_of(model.layers, layout, index).stop for index in range(count)]
     return (*(first < end for end in ends[:-1]), True)

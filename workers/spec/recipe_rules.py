@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec
+from manta.workers.spec.layer_table import ADAPTED, layer_table, lora_targets
 from manta.workers.spec.parameters import frozen_names, matching, parameter_names
 from manta.workers.spec.problems import Problem
 from manta.workers.training.learning_rate import decay_steps
@@ -95,6 +96,37 @@ def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("train.frozen", "no parameter would be trained", "[embedding]")
 
 
+def _adapters_fit(spec: JobSpec) -> Iterator[Problem]:
+    model, lora = spec.model, spec.train.lora
+    if lora is None:
+        return
+    if not model.is_counted:
+        problem = "not supported yet for custom models, whose linear layers are unknown; supported: null"
+        yield Problem("train.lora", problem, "null", unsupported=True)
+        return
+    if spec.train.frozen:
+        yield Problem("train.frozen", "train.lora freezes the model already", "[]")
+    known, targets = lora_targets(model), lora.targets or lora_targets(model)
+    lacking = [target for target in targets if target not in known]
+    for at, target in enumerate(targets):
+        fits = [each for each in known if each not in targets]
+        if target not in known:
+            problem = f"{model.family} has no {target}; its targets are {', '.join(known)}"
+            yield Problem(f"train.lora.targets.{at}", problem, next(iter(fits or known)))
+        elif target in targets[:at]:
+            once = ", ".join(dict.fromkeys(targets))
+            yield Problem("train.lora.targets", f"{target} is named twice", f"[{once}]")
+    if lacking:
+        return
+    matrices = layer_table(model).logical_matrices
+    shapes = {target: matrices[ADAPTED[target]] for target in targets}
+    sides = {target: (weight.columns, rows.length * rows.blocks) for target, (weight, rows) in shapes.items()}
+    smallest = min(targets, key=lambda target: min(sides[target]))
+    if lora.rank > (most := min(sides[smallest])):
+        problem = f"rank ({lora.rank}) must be at most {most}, the smaller side of the matrix of {smallest}"
+        yield Problem("train.lora.rank", problem, str(most))
+
+
 def _validation_has_data(spec: JobSpec) -> Iterator[Problem]:
     train, data = spec.train, spec.data
     if train.validate_every and not data.validation_fraction and not data.validation:
@@ -116,5 +148,6 @@ RECIPE_RULES = (
     _decay_fits,
     _decayed_once,
     _frozen_parts_are_there,
+    _adapters_fit,
     _validation_has_data,
 )

@@ -53,8 +53,6 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
             yield _not_built(f"parallel.{key}", value, "null")
     if layout.zero >= 2:
         yield _not_built("parallel.zero", layout.zero, "1", "0")
-    if spec.train.lora is not None:
-        yield _not_built("train.lora", "an adapter", "null")
 
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
@@ -301,7 +299,8 @@ def _compiled_blocks_are_plain(spec: JobSpec) -> Iterator[Problem]:
     layout, train = spec.layout, spec.train
     if not train.compile:
         return
-    if train.attention == "explicit" or spec.model.dropout > 0:
+    drops_adapters = train.lora is not None and train.lora.dropout > 0
+    if train.attention == "explicit" or spec.model.dropout > 0 or drops_adapters:
         yield Problem("train.compile", "compiled blocks support only sdpa attention without dropout", "false")
     elif layout.recompute == "selective" and set(layout.recompute_modules) & {"norm", "mlp_activation"}:
         yield Problem(

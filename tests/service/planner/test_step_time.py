@@ -333,7 +333,7 @@ def frozen(patterns: tuple[str, ...], model: dict | None = None, **layout) -> Jo
 
 def reached(spec: JobSpec) -> int:
     """Layers that have a backward."""
-    return spec.model.layers - max(0, first_trained_layer(spec.model, spec.train.frozen))
+    return spec.model.layers - max(0, first_trained_layer(spec))
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])

@@ -70,7 +70,7 @@ def test_parameter_pattern_takes_stars_for_parts_and_ranges_of_layers():
 )  # fmt: skip
 def test_backward_ends_in_the_first_layer_that_is_trained(frozen, first):
     job = spec(model=GPT, train={"frozen": frozen})
-    assert first_trained_layer(job.model, job.train.frozen) == first
+    assert first_trained_layer(job) == first
 
 
 def test_virtual_stages_before_the_first_trained_layer_take_no_gradient():

@@ -11,6 +11,7 @@ import torch
 
 from manta.workers.data.batches import Documents
 from manta.workers.parallel.recompute import NOTHING, Recompute
+from manta.workers.parallel.tensor.adapters import InputDropout
 from manta.workers.parallel.tensor.positions import Positions
 
 
@@ -46,7 +47,7 @@ class ForwardPass:
     positions: Positions
     """Positions of the tokens in the sequence, of all tensor ranks together."""
     keys_b: torch.Tensor | None = None
-    """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout."""
+    """Dropout keys of the samples (workers/parallel/tensor/dropout.py); None: no dropout of the model."""
     recompute: Recompute = NOTHING
     """What is dropped in forward and recomputed in backward."""
     batch_first: bool = False
@@ -58,3 +59,11 @@ class ForwardPass:
     gradients. Logits are then those of the last token only."""
     logits: bool = True
     """Whether the output layer computes; if not, the last stage returns that layer's input."""
+    adapter_keys_b: torch.Tensor | None = None
+    """Dropout keys of the samples for inputs of adapters; None: no dropout of these."""
+
+    @property
+    def adapter_dropout(self) -> InputDropout | None:
+        """Dropout of the inputs of adapters."""
+        keys_b = self.adapter_keys_b
+        return None if keys_b is None else InputDropout(keys_b, self.positions, self.batch_first)

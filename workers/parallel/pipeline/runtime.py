@@ -144,6 +144,8 @@ class Pipeline:
         self.passes_gradient = [index > 0 and stage_needs_gradient[index - 1] for index in indices]
         """For each chunk: whether it sends a gradient to the chunk before it."""
         self.dtype = next(model.parameters()).dtype
+        lora = spec.train.lora
+        self._drops_adapters = lora is not None and lora.dropout > 0.0
         self._when_done, self._when_added = when_done, when_added
         self._known: dict[tuple[bool, int], _Plan] = {}
         self._loss = MicroBatchLoss(spec, comm, model.chunks)
@@ -187,7 +189,7 @@ class Pipeline:
         sizes = [len(micro_batch.samples) for micro_batch in batch]
         samples = [sample for micro_batch in batch for sample in micro_batch.samples]
         keys: tuple[torch.Tensor, ...] = ()
-        if self.spec.model.dropout > 0.0:
+        if self.spec.model.dropout > 0.0 or self._drops_adapters:
             # All at once: on a GPU each copy from the host may wait for the device.
             keys = sample_keys(self.spec.train.seed, samples, self.comm.device).split(sizes)
         wide = torch.promote_types(self.dtype, torch.float32)
@@ -250,12 +252,19 @@ class Pipeline:
         return step_state.inputs[key]
 
     def _forward_pass(self, action: Action, step_state: Step) -> ForwardPass:
-        training, rate = torch.is_grad_enabled(), self.spec.model.dropout
-        keys = step_state.dropout_keys[action.micro_batch] if training and rate > 0.0 else None
+        keys = step_state.dropout_keys[action.micro_batch] if torch.is_grad_enabled() and step_state.dropout_keys else None
+        of_model, of_adapters = self.spec.model.dropout > 0.0, self._drops_adapters
         documents = step_state.batch[action.micro_batch].documents
         is_recomputed = (action.micro_batch, action.chunk) in step_state.recomputed
         recompute = Recompute.of(self.spec.layout) if is_recomputed else NOTHING
-        return ForwardPass(self.positions, keys, recompute, documents=documents, logits=self._loss.head is None)
+        return ForwardPass(
+            self.positions,
+            keys if of_model else None,
+            recompute,
+            documents=documents,
+            logits=self._loss.head is None,
+            adapter_keys_b=keys if of_adapters else None,
+        )
 
     def _backward(self, action: Action, step_state: Step) -> None:
         if not self.needs_gradient[action.chunk]:

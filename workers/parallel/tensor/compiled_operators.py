@@ -17,16 +17,18 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from manta.workers.parallel.tensor.adapters import LayerAdapters, adaptation_of
 from manta.workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
 from manta.workers.parallel.tensor.sequence_parallel import Region
 
 
 class Product(Protocol):
-    """A parallel layer: one weight, perhaps a bias, and its communication."""
+    """A parallel layer: one weight, perhaps a bias and adapters, and its communication."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     region: Region
+    adapters: LayerAdapters | None
 
 
 _LAYERS_BY_WEIGHT: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -51,7 +53,8 @@ def _to_keep(place: Product, *tensors: torch.Tensor) -> list[torch.Tensor]:
 @torch.library.custom_op("manta::column_parallel", mutates_args=())
 def column_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gathers: int) -> torch.Tensor:
     """x W^T + b, x gathered along the sequence from `gathers` ranks."""
-    return column_forward(x, [weight], [bias], _product_of(weight).region)[0]
+    place = _product_of(weight)
+    return column_forward(x, [weight], [bias], place.region, adaptation_of(place.adapters))[0]
 
 
 @column_parallel.register_fake
@@ -64,7 +67,7 @@ def column_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.
     """The gradient of x."""
     place = _product_of(weight)
     grad, x = _to_keep(place, grad, x)
-    grad_x = column_backward([grad], x, [place.weight], [place.bias], place.region)
+    grad_x = column_backward([grad], x, [place.weight], [place.bias], place.region, adaptation_of(place.adapters))
     return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
 
 
@@ -83,7 +86,9 @@ def column_parallel_pair(
     gathers: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two such products of the same x, which is gathered once."""
-    one, other = column_forward(x, [first, second], [first_bias, second_bias], _product_of(first).region)
+    places = _product_of(first), _product_of(second)
+    adapted = adaptation_of(*(place.adapters for place in places))
+    one, other = column_forward(x, [first, second], [first_bias, second_bias], places[0].region, adapted)
     return one, other
 
 
@@ -108,7 +113,8 @@ def column_parallel_pair_backward(
     one, other = _product_of(first), _product_of(second)
     weights, biases = [one.weight, other.weight], [one.bias, other.bias]
     *grads, x = _to_keep(one, grad, other_grad, x)
-    grad_x = column_backward(grads, x, weights, biases, one.region)
+    adapted = adaptation_of(one.adapters, other.adapters)
+    grad_x = column_backward(grads, x, weights, biases, one.region, adapted)
     return grad_x if grad_x.is_contiguous() else grad_x.contiguous()
 
 
@@ -122,7 +128,8 @@ def _(
 @torch.library.custom_op("manta::row_parallel", mutates_args=())
 def row_parallel(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scatters: int) -> torch.Tensor:
     """The sum over ranks of x W^T, plus b, scattered along the sequence over `scatters` ranks."""
-    return row_forward(x, weight, bias, _product_of(weight).region)
+    place = _product_of(weight)
+    return row_forward(x, weight, bias, place.region, adapted=adaptation_of(place.adapters))
 
 
 @row_parallel.register_fake
@@ -135,7 +142,8 @@ def row_parallel_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Ten
     """The gradient of x."""
     place = _product_of(weight)
     kept_grad, kept_x = _to_keep(place, grad.contiguous(), x)
-    return row_backward(kept_grad, lambda: kept_x, place.weight, place.bias, place.region)
+    adapted = adaptation_of(place.adapters)
+    return row_backward(kept_grad, lambda: kept_x, place.weight, place.bias, place.region, adapted)
 
 
 @row_parallel_backward.register_fake

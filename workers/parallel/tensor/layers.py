@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor import compiled_operators
+from manta.workers.parallel.tensor.adapters import AdaptedLinear, InputDropout, adaptation_of
 from manta.workers.parallel.tensor.linear_autograd import (
     column_parallel,
     column_parallel_pair,
@@ -26,7 +27,7 @@ from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
 from manta.workers.spec.parameters import padded_rows
 
 
-class ColumnParallelLinear(ShardedModule):
+class ColumnParallelLinear(AdaptedLinear):
     """y = x W^T + b with W [out, in] split over its rows: [s or s/t, b, in] -> [s, b, out/t].
 
     With fewer `units` of rows (key-value heads) than tensor ranks, neighbouring ranks hold the same unit.
@@ -45,11 +46,14 @@ class ColumnParallelLinear(ShardedModule):
         bias_shard = ParameterShard((outputs,), 0, start, copies=copies, group="bias")
         self.bias = self.add_parameter("bias", (rows,), bias_shard) if bias else None
 
-    def forward(self, x: torch.Tensor, recompute_input: Recomputation | None = None) -> torch.Tensor:
-        """[s or s/t, b, in] -> [s, b, out/t]."""
+    def forward(
+        self, x: torch.Tensor, recompute_input: Recomputation | None = None, dropout: InputDropout | None = None
+    ) -> torch.Tensor:
+        """[s or s/t, b, in] -> [s, b, out/t]. `dropout`: that of the adapters' input."""
         if torch.compiler.is_compiling():
             return compiled_operators.column_parallel(x, self.weight, self.bias, self.region.sequence_split)
-        return column_parallel(x, self.weight, self.bias, self.region, recompute_input)
+        adapted = adaptation_of(self.adapters, dropout=dropout)
+        return column_parallel(x, self.weight, self.bias, self.region, recompute_input, adapted)
 
 
 def paired_forward(
@@ -57,15 +61,18 @@ def paired_forward(
     first: ColumnParallelLinear,
     second: ColumnParallelLinear,
     recompute_input: Recomputation | None = None,
+    dropout: InputDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two column-parallel layers of the same x, which is gathered and reduced once."""
+    """Two column-parallel layers of the same x, which is gathered and reduced once. `dropout`: that of the adapters'
+    input."""
     region, pair = first.region, ((first.weight, first.bias), (second.weight, second.bias))
     if torch.compiler.is_compiling():
         return compiled_operators.column_parallel_pair(x, *pair[0], *pair[1], region.sequence_split)
-    return column_parallel_pair(x, *pair, region, recompute_input)
+    adapted = adaptation_of(first.adapters, second.adapters, dropout=dropout)
+    return column_parallel_pair(x, *pair, region, recompute_input, adapted)
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(AdaptedLinear):
     """y = x W^T + b, W [out, in] split over columns: [s, b, in/t] -> [s or s/t, b, out]; with `gelu`, of gelu(x)."""
 
     def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float, gelu: Gelu | None = None):
@@ -79,16 +86,22 @@ class RowParallelLinear(ShardedModule):
         self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), group="bias")) if bias else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, recompute_gelu: bool = False
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        recompute_gelu: bool = False,
+        dropout: InputDropout | None = None,
     ) -> torch.Tensor:
-        """[s, b, in/t] -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
+        """[s, b, in/t] -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum. `dropout`: that of the
+        adapters' input."""
         if torch.compiler.is_compiling():
             active = F.gelu(x, approximate=APPROXIMATION[self.gelu]) if self.gelu else x
             y = compiled_operators.row_parallel(active, self.weight, self.bias, self.region.sequence_split)
             return y if residual is None else residual + y
+        linear, adapted = (self.weight, self.bias, self.region, residual), adaptation_of(self.adapters, dropout=dropout)
         if self.gelu:
-            return gelu_row_parallel(x, self.weight, self.bias, self.region, residual, recompute_gelu, self.gelu)
-        return row_parallel(x, self.weight, self.bias, self.region, residual)
+            return gelu_row_parallel(x, *linear, recompute_gelu, self.gelu, adapted)
+        return row_parallel(x, *linear, adapted)
 
 
 class GatedRowParallelLinear(RowParallelLinear):
@@ -101,11 +114,14 @@ class GatedRowParallelLinear(RowParallelLinear):
         up: torch.Tensor,
         residual: torch.Tensor | None = None,
         recompute_product: bool = False,
+        dropout: InputDropout | None = None,
     ) -> torch.Tensor:
-        """[s, b, in/t] each -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum."""
+        """[s, b, in/t] each -> [s or s/t, b, out]. Bias and `residual` are added once, after the sum. `dropout`: that
+        of the adapters' input."""
         if torch.compiler.is_compiling():
             return super().forward(F.silu(gate) * up, residual)
-        return gated_row_parallel(gate, up, self.weight, self.bias, self.region, residual, recompute_product)
+        adapted = adaptation_of(self.adapters, dropout=dropout)
+        return gated_row_parallel(gate, up, self.weight, self.bias, self.region, residual, recompute_product, adapted)
 
 
 class LayerNorm(ShardedModule):

@@ -46,8 +46,13 @@ class ParameterShard:
     """Whether this is the last stage's copy of a tied parameter; the original is the first stage's."""
     name: str | None = None
     """Layout-free name; None: the parameter's path in the model."""
+    beside: str | None = None
+    """Layout-free name within the module that its own is a part of, for a parameter of one of several logical
+    matrices."""
     std: float | None = None
-    """Standard deviation of its normal initialization; None: constant."""
+    """Standard deviation of its normal initialization; None: another, or constant."""
+    bound: float | None = None
+    """Largest absolute value of its uniform initialization; None: another, or constant."""
     constant: float = 0.0
     """Value of its constant initialization."""
 
@@ -100,7 +105,8 @@ def named_shards(model: nn.Module) -> list[NamedShard]:
     for prefix, module in model.named_modules():
         if isinstance(module, ShardedModule):
             for local, shard in module.shards.items():
-                name = shard.name or (f"{prefix}.{local}" if prefix else local)
+                owner, own = (prefix, local) if shard.beside is None else (prefix.rpartition(".")[0], shard.beside)
+                name = shard.name or (f"{owner}.{own}" if owner else own)
                 entries.append(NamedShard(name, module.get_parameter(local), shard, module.by_autograd))
     return entries
 
@@ -119,8 +125,7 @@ _Bounds = tuple[int, int]
 def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
     """Fill `local`, shaped as this rank's part of the parameter; the padding of a vocabulary with zeros."""
     shard = entry.shard
-    std = shard.std
-    if std is None:
+    if shard.std is None and shard.bound is None:
         local.fill_(shard.constant)
         return
     local.zero_()
@@ -133,7 +138,7 @@ def fill_initial(entry: NamedShard, local: torch.Tensor, seed: int) -> None:
         (up, low), (side, end) = tile.rows, tile.columns
         top, bottom, left, right = max(up, rows[0]), min(low, rows[1]), max(side, columns[0]), min(end, columns[1])
         target = part[top - rows[0] : bottom - rows[0], left - columns[0] : right - columns[0]]
-        drawn = tile.draw(seed, entry.name, std)
+        drawn = tile.draw(seed, entry.name, shard)
         target.copy_(drawn[top - up : bottom - up, left - side : right - side])
 
     with ThreadPoolExecutor(_threads()) as pool:
@@ -149,11 +154,14 @@ class _Tile:
     mark: str = ""
     """Distinguishes its seed from those of the parameter's other tiles."""
 
-    def draw(self, seed: int, name: str, std: float) -> torch.Tensor:
-        """The tile's values, of parameter `name`, normal with standard deviation `std`."""
+    def draw(self, seed: int, name: str, shard: ParameterShard) -> torch.Tensor:
+        """The tile's values, of parameter `name`."""
         generator = torch.Generator().manual_seed(_name_seed(seed, name + self.mark))
         shape = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        if shard.bound is not None:
+            return torch.empty(shape).uniform_(-shard.bound, shard.bound, generator=generator)
+        assert shard.std is not None
+        return torch.empty(shape).normal_(0.0, shard.std, generator=generator)
 
 
 def _tiles(height: int, width: int, rows: _Bounds, columns: _Bounds) -> Iterator[_Tile]:
