@@ -139,6 +139,12 @@ class StoredRows:
     ) -> None:
         self._close(list(self._open))
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of the tensor `name`. Raises CheckpointError if there is none."""
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"the checkpoint at {self._location} has no {name}")
+        return rows_and_columns(self._contents.tensors[name].shape)
+
     def read(self, name: str, first: int, end: int) -> Iterator[Part]:
         """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
         tensor = self._contents.tensors[name]

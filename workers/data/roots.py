@@ -16,7 +16,9 @@ from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
 from manta.workers.data.tokenizer import TOKENIZER_COMPANIONS, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable
 from manta.workers.spec.problems import Problem
-from manta.workers.weights.folder import INDEX, check_weights, weight_files
+from manta.workers.weights.config import ADAPTER_CONFIG
+from manta.workers.weights.folder import ADAPTER, INDEX, check_weights, weight_files
+from manta.workers.weights.peft import check_adapter
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ class DataRoots:
             self._check_links([str(folder / INDEX)])
             self._check_links(map(str, weight_files(folder)))
             check_weights(spec)
+        if spec.train.lora is not None and spec.train.lora.from_ is not None:
+            self._check_links(f"{spec.train.lora.from_}/{name}" for name in (ADAPTER_CONFIG, ADAPTER))
+            check_adapter(spec)
 
     def problem_of_data(self, spec: JobSpec) -> str | None:
         """The problem that `check` finds, in a sentence; None if it finds none, or if that is not known since a disk or
@@ -126,6 +131,8 @@ def named_paths(spec: JobSpec) -> dict[str, str]:
         named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
     if spec.model.from_ is not None:
         named["model.from"] = spec.model.from_
+    if spec.train.lora is not None and spec.train.lora.from_ is not None:
+        named["train.lora.from"] = spec.train.lora.from_
     if spec.data.tokenizer_file is not None:
         named["data.tokenizer"] = spec.data.tokenizer_file
     if spec.data.template_file is not None:

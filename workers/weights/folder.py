@@ -181,7 +181,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     index names something that is missing."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        for tensor in _header(file):
+        for tensor in header_of(file):
             if tensor.name in tensors:
                 raise WeightsError(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {file}")
             tensors[tensor.name] = tensor
@@ -208,7 +208,8 @@ def _weight_map(index: Path) -> dict[str, Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[FileTensor]:
+def header_of(file: Path) -> Iterator[FileTensor]:
+    """The tensors of a safetensors file. Raises WeightsError if it is truncated or something else."""
     try:
         refuse_pointer(file)
         with open_regular(file) as stream:

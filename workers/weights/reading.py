@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.weights.adapters import InitialAdapter
 from manta.workers.weights.folder import FileTensor, tensors_of
 from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors, uses_of
 
@@ -62,6 +63,18 @@ class Weights:
                     self._moved()
         except (SafetensorError, OSError) as error:
             raise _unreadable(here, error) from error
+
+
+def initial_adapter(spec: JobSpec, lora: LoraConfig) -> Callable[[NamedShard, torch.Tensor], None]:
+    """What puts the rank's part of an adapter's matrix, from the folder that the job's adapters begin with, into memory
+    of its shape. Raises WeightsError if they do not fit, as what it returns does."""
+    adapter = InitialAdapter(spec, lora)
+
+    def fill(entry: NamedShard, local: torch.Tensor) -> None:
+        (first, end), (left, right) = entry.shard.rows_and_columns(tuple(local.shape))
+        local.copy_(torch.from_numpy(adapter.values(entry.name)[first:end, left:right]))
+
+    return fill
 
 
 def _rows_in_a_block(tensor: HuggingFaceTensor) -> int:
