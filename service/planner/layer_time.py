@@ -26,7 +26,17 @@ from manta.service.planner.software import Software
 from manta.workers.accounting.activation_bytes import offloaded, saved_terms, tokens_of, width_of
 from manta.workers.accounting.flops import recomputed_layer_passes, vocabulary_rows
 from manta.workers.config import JobSpec
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Tensor, layer_table_of
+from manta.workers.spec.layer_table import (
+    Activation,
+    Attention,
+    Block,
+    Norm,
+    Operation,
+    Products,
+    Tensor,
+    Weight,
+    layer_table_of,
+)
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer
 
 MASK = 1
@@ -40,6 +50,11 @@ CAST_ROWS, CAST_COLUMNS, CAST_BOTH = 5, 5, 6
 def unit_of(*rows: int) -> int:
     """A number of elements that divides all these row lengths, as far as alignment matters."""
     return math.gcd(ROW_BYTES, *rows)
+
+
+def _adapted(products: Products) -> list[tuple[Weight, int]]:
+    """For each adapter, the weight beside which it is, and the columns of its result."""
+    return [(weight, rows.length * rows.blocks) for weight in products.weights for rows in weight.adapters]
 
 
 @dataclass
@@ -197,7 +212,30 @@ class LayerTime:
             self._residual(budget, block)
         inputs = [each.x.columns for each in self.table.products]
         self._cast(budget, sum(inputs), len(inputs), CAST_ROWS)
+        for products in self.table.products:
+            self._adapt(budget, products)
         return budget
+
+    def _adapt(self, budget: Budget, products: Products) -> None:
+        """What adapters add to results: products with A and with B, in the precision of compute."""
+        self._products(budget, self.width, *products.adapters.values())
+        self._drop_adapted(budget, products)
+        for weight, columns in _adapted(products):  # a part of a result is added to by a kernel of its own
+            self._elements(budget, (1 if columns == weight.rows else 3) * self.width * self.tokens * columns)
+
+    def _adapt_backward(self, budget: Budget, products: Products) -> None:
+        """Gradients of the input by way of adapters."""
+        self._products(budget, self.width, *(shape[::-1] for shape in products.adapters.values()))
+        self._drop_adapted(budget, products)
+        for weight, columns in _adapted(products):  # gradients of a part of a result are copied
+            copied = 0 if columns == weight.rows else 2 * columns
+            self._elements(budget, self.width * self.tokens * (weight.columns + copied))
+
+    def _drop_adapted(self, budget: Budget, products: Products) -> None:
+        """Dropout of the input of adapters, or of its gradient."""
+        lora = self.spec.train.lora
+        if lora is not None and lora.dropout > 0 and products.adapters:
+            self._elements(budget, (4 * self.width + 2 * MASK) * self.tokens * products.x.columns)
 
     def _forward(self, budget: Budget, operation: Operation, block: Block) -> None:
         width = self.width
@@ -282,6 +320,8 @@ class LayerTime:
         products = self.table.products
         count = sum(1 if each.projects else len(each.ys) for each in products)
         self._cast(budget, sum(y.columns for each in products for y in each.ys), count, CAST_BOTH)
+        for each in products:
+            self._adapt_backward(budget, each)
         self._tensor_backward(budget)
         return budget.plus(self.recomputed(), self._recomputed_part)
 
@@ -307,7 +347,7 @@ class LayerTime:
         their outputs are gathered first, and the inputs again for the weights' gradients."""
         weights, entering = self.weight_products(), [each for each in self.table.products if not each.sums]
         if self.spec.layout.sequence_parallel_on:
-            again = sum(bool(self._matrices(each, trained=True)) for each in entering)
+            again = sum(bool(each.adapters or self._matrices(each, trained=True)) for each in entering)
             self._communicate(budget, len(self.table.products) - len(entering))
             self._communicate_overlapped(budget, len(entering) + again, 2 * weights)
         else:
@@ -320,7 +360,19 @@ class LayerTime:
     def weight_products(self) -> float:
         """Seconds of all products for a layer's weight gradients."""
         machine, tokens, width = self.machine, self.tokens, self.linear_width
-        return sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in self.trained_matrices())
+        own = sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in self.trained_matrices())
+        shapes = [shape for each in self.table.products for shape in each.adapters.values()]
+        return own + sum(product_seconds(machine, m, n, tokens, 1, self.width, unit_of(m, n)) for m, n in shapes)
+
+    def _adapters_gradients(self, budget: Budget) -> None:
+        """What gradients of adapters take besides their own products: dropout and the product with A are repeated."""
+        for products in self.table.products:
+            shapes = products.adapters
+            self._products(budget, self.width, *(shape for name, shape in shapes.items() if name.endswith("lora_a")))
+            self._drop_adapted(budget, products)
+            budget.operations += len(shapes)
+            moved = self.software.accumulation_bytes * sum(rows * columns for rows, columns in shapes.values())
+            budget.accumulation += memory_seconds(self.machine, moved)
 
     def _cast_inputs(self, budget: Budget) -> None:
         """Casts of the inputs of products for trained weights."""
@@ -337,6 +389,7 @@ class LayerTime:
                 self._elements(budget, self.width * self.tokens * sum(rows for rows, _ in trained))
         parameters = sum(rows * columns for rows, columns in matrices)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
+        self._adapters_gradients(budget)
         return budget
 
     @cached_property

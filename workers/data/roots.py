@@ -48,9 +48,10 @@ class DataRoots:
             return Problem(where, f"{path[:100]!r} is relative; name it by its absolute path on the service's machine")
         return None if self._holds(path) else Problem(where, self._rule(path))
 
-    def check(self, spec: JobSpec) -> None:
+    def check(self, spec: JobSpec, begins: bool = True) -> None:
         """Raise DataError if the spec's corpus or a validation set cannot be read, its weights do not fit its model, or
-        a file of any of them is outside."""
+        a file of any of them is outside. `begins`: whether the job needs its initial weights and adapter, since it has
+        no checkpoint."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
         chats = any(each.source == "chat" for each in spec.data.corpora)
@@ -62,6 +63,10 @@ class DataRoots:
             self._check_links(file.path for file in self._files(data))
             if data.source in SOURCES:
                 check_first_rows(data, corpus_files(data))
+        if begins:
+            self._check_initial(spec)
+
+    def _check_initial(self, spec: JobSpec) -> None:
         if spec.model.from_ is not None:
             folder = Path(spec.model.from_)
             self._check_links([str(folder / INDEX)])
@@ -71,11 +76,11 @@ class DataRoots:
             self._check_links(f"{spec.train.lora.from_}/{name}" for name in (ADAPTER_CONFIG, ADAPTER))
             check_adapter(spec)
 
-    def problem_of_data(self, spec: JobSpec) -> str | None:
+    def problem_of_data(self, spec: JobSpec, begins: bool = True) -> str | None:
         """The problem that `check` finds, in a sentence; None if it finds none, or if that is not known since a disk or
         mount does not work now: the ranks wait for it."""
         try:
-            self.check(spec)
+            self.check(spec, begins)
         except DataUnreadable:
             return None
         except DataError as error:

@@ -67,13 +67,18 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu.use(device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    place = options.checkpoint
-    if isinstance(place, Path) and (place / CONFIG).is_file():
-        model = LoadedModel.of_weights(spec_of_weights(place), device, dtype, options.adapter)
-        return model, text_tokens_of(model.spec, place)
-    checkpoint = checkpoint_at(place)
-    model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype, options.adapter)
+    checkpoint = checkpoint_of(options)
+    if checkpoint is None:
+        model = LoadedModel.of_weights(spec_of_weights(options.checkpoint), device, dtype, options.adapter)
+    else:
+        model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype, options.adapter)
     return model, text_tokens_of(model.spec, checkpoint)
+
+
+def checkpoint_of(options: argparse.Namespace) -> Location | None:
+    """The requested checkpoint; None if a folder of Hugging Face weights is requested. Raises CheckpointError."""
+    place: Location = options.checkpoint
+    return None if isinstance(place, Path) and (place / CONFIG).is_file() else checkpoint_at(place)
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

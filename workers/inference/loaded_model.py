@@ -174,19 +174,24 @@ class TextTokens:
         return self._tokenizer.decode(tokens)
 
 
-def text_tokens_of(spec: JobSpec, checkpoint: Location) -> TextTokens:
-    """The tokenizer that a job was trained with: the one stored with the record of its corpus, otherwise the file that
-    its spec names. Raises DataError if there is none."""
+def text_tokens_of(spec: JobSpec, checkpoint: Location | None) -> TextTokens:
+    """The tokenizer that a job was trained with: the one stored with the record of its corpus, beside its `checkpoint`
+    if it has one, otherwise the file that its spec names. Raises DataError if there is none."""
     data = spec.data
     if data.tokenizer == "bytes" and data.source != "megatron":
         return TextTokens(open_tokenizer(data))
-    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+    for folder in folders_of_records(checkpoint):
         with contextlib.suppress(OSError):
             content = files_of(folder).read(folder / FILE_NAME)
             return _of_file(data, str(folder / FILE_NAME), content)
     if data.tokenizer_file is None:
         raise DataError(f"the tokenizer of this job is not kept next to {checkpoint}: there is no {FILE_NAME}")
     return _of_file(data, tokenizer_path(data.tokenizer_file))
+
+
+def folders_of_records(checkpoint: Location | None) -> tuple[Location, ...]:
+    """Where the records of a job's corpus may be: of the engine alone, and of a job of the service."""
+    return () if checkpoint is None else (checkpoint.parent, checkpoint.parent.parent)
 
 
 def _of_file(data: DataConfig, path: str | Path, content: bytes | None = None) -> TextTokens:

@@ -35,6 +35,8 @@ from manta.workers.storage.locations import Location
 from manta.workers.training.bad_numbers import BadStep, NumericsHistory, RollBack
 from manta.workers.training.number_guard import NumberGuard
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
+from manta.workers.weights.initial_record import FILE_NAME as WEIGHTS_RECORD
+from manta.workers.weights.initial_record import check_unchanged
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,9 @@ class RankState:
 
     def _begin(self) -> None:
         """The state before the first step. Raises WeightsError."""
-        spec, lora = self.spec, self.spec.train.lora
+        spec, lora, record = self.spec, self.spec.train.lora, self._paths.corpus_record
+        if self.comm.rank == 0 and record is not None:
+            check_unchanged(spec, record.parent / WEIGHTS_RECORD)
         fill_weights: Fill = partial(fill_initial, seed=spec.train.seed)
         fill_adapters = fill_weights
         # Imported here, since only these jobs need safetensors, which bare GPU images lack.

@@ -94,55 +94,49 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> Exported:
-    """Write the weights of the `checkpoint` (folder or URL) to `target`, which must not exist yet. Adapters are merged.
+    """Write the weights of the `checkpoint` (folder or URL) to `target`, which must not exist yet. Adapters are merged,
+    or written alone.
 
-    `dtype`: default: that of the weights that the job began with, otherwise fp32. `progress` is called with how many
-    bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError if transformers
-    has no such model or a number does not fit the dtype, OSError.
+    `dtype`: default: that of the weights that the job began with, otherwise fp32, as for adapters. `progress` is called
+    with how many bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError
+    if transformers has no such model, a number does not fit the dtype, or there are no adapters, OSError.
     """
     location = parse_location(checkpoint)
     manifest = manifest_of(location)
-    with while_read(location):
-        return _export(location, manifest, target, to, dtype, shard_bytes, progress)
-
-
-def export_adapter(checkpoint: str, target: Path, dtype: Dtype | None = None) -> Exported:
-    """Write the adapters of the `checkpoint` (folder or URL) to `target`, which must not exist yet, in the format of
-    PEFT. `dtype`: default: fp32. Raises CheckpointError, WeightsError if there are none or transformers has no such
-    model, OSError."""
-    location = parse_location(checkpoint)
-    manifest = manifest_of(location)
     spec = _spec_of(location, manifest)
-    if spec.train.lora is None:
-        raise WeightsError(f"{manifest.job} has no adapters (train.lora): export its weights, without --adapter")
-    named = DTYPES[dtype or "fp32"]
-    with while_read(location), new_folder(target) as folder:
+    with while_read(location):
         source = Source(location, manifest, read_contents(location, manifest))
-        with source.rows() as rows:
-            size = _write_adapter(spec, spec.train.lora, rows, named, folder)
-    return Exported(manifest, 1, size, named)
+        if to == "adapter":
+            return _export_adapter(source, spec, target, DTYPES[dtype or "fp32"])
+        return _export(source, spec, target, to, dtype, shard_bytes, progress)
+
+
+def _export_adapter(source: Source, spec: JobSpec, target: Path, dtype: str) -> Exported:
+    lora, job = spec.train.lora, source.manifest.job
+    if lora is None:
+        raise WeightsError(f"{job} has no adapters (train.lora): export its weights in another format")
+    with new_folder(target) as folder, source.rows() as rows:
+        size = _write_adapter(spec, lora, rows, dtype, folder)
+    return Exported(source.manifest, 1, size, dtype)
 
 
 def _export(
-    location: Location,
-    manifest: Manifest,
+    source: Source,
+    with_adapters: JobSpec,
     target: Path,
     to: Format,
     dtype: Dtype | None,
     shard_bytes: int,
     progress: Callable[[int, int], object],
 ) -> Exported:
-    with_adapters = _spec_of(location, manifest)
+    location, manifest = source.location, source.manifest
     spec = with_adapters.model_copy(update={"train": with_adapters.train.model_copy(update={"lora": None})})
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
-    source = Source(location, manifest, read_contents(location, manifest))
     if to == "hf":
         texts, tensors = companion_files(spec, named, location), huggingface_tensors(spec)
     else:
-        texts, tensors = (
-            {SPEC: _json({**manifest.spec, "train": {**manifest.spec["train"], "lora": None}})},
-            _our_tensors(source.contents),
-        )
+        merged = {**manifest.spec, "train": {**manifest.spec["train"], "lora": None}}
+        texts, tensors = {SPEC: _json(merged)}, _our_tensors(source.contents)
     files = plan_files(tensors, named, shard_bytes)
     if len(files) > 1:
         texts[INDEX] = index_of(files, named)
@@ -306,15 +300,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="folder to create; it must not exist yet"
     )
-    parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
+    parser.add_argument("--format", choices=("hf", "safetensors", "adapter"), default="hf")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="default: that of the weights that the job started from, or fp32"
     )
     parser.add_argument(
         "--shard-bytes", type=int, default=SHARD_BYTES, help=f"maximum size of a file in bytes (default: {SHARD_BYTES})"
-    )
-    parser.add_argument(
-        "--adapter", action="store_true", help="write only the adapters (train.lora), in the format of PEFT"
     )
     parser.add_argument("--json", action="store_true", help="print progress and result as lines of JSON")
     options = parser.parse_args(arguments)
@@ -323,10 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
         target = options.to.absolute()
         checkpoint = str(checkpoint_at(parse_location(options.checkpoint)))
         with cleaning_up_when_terminated():
-            if options.adapter:
-                done = export_adapter(checkpoint, target, options.dtype)
-            else:
-                done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, progress)
+            done = export(checkpoint, target, options.format, options.dtype, options.shard_bytes, progress)
     except MantaError as error:
         print(error, file=sys.stderr)
         return 1

@@ -15,8 +15,9 @@ from typing import Literal
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.spec.layer_table import layer_table
 
-Format = Literal["hf", "safetensors"]
-"""Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names."""
+Format = Literal["hf", "safetensors", "adapter"]
+"""Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names; adapter: low-rank
+adapters alone, in the format of PEFT."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Dtype of exported weights."""
 

@@ -207,9 +207,13 @@ def new_modules(model: ModelConfig, lora: LoraConfig) -> list[NewModule]:
 
 def config_of(spec: JobSpec, lora: LoraConfig) -> dict[str, Any]:
     """The adapter_config.json of a job's adapters."""
+    paths = {re.sub(r"^.*\.\d+\.", "", each.name) for each in linear_modules(spec.model)}
+    last = [path.rpartition(".")[2] for path in paths]
     ends: dict[str, int] = {}
     for each in new_modules(spec.model, lora):
-        ends[re.sub(r"^.*\.\d+\.", "", each.module.name)] = len(each.adapted)
+        path = re.sub(r"^.*\.\d+\.", "", each.module.name)
+        name = path.rpartition(".")[2]
+        ends[name if last.count(name) == 1 else path] = len(each.adapted)
     counts = set(ends.values())
     usual = 1 if len(counts) > 1 else min(counts)
 

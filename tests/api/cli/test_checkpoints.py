@@ -166,7 +166,7 @@ def test_export_writes_what_a_person_means_unless_a_folder_is_given(manta, job, 
     monkeypatch.setattr(
         commands, "manifest_of", lambda at: replace(read(at), spec={"name": "small", "model": {"family": family}})
     )
-    monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format.value, to))
+    monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format, to))
     monkeypatch.setattr(commands, "_copy", lambda source, target, as_json: made(None, str(target)))
     manta("export", job, *given)
     assert made.mock_calls == [call(*written)]

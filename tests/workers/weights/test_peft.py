@@ -24,7 +24,7 @@ from manta.workers.protocol.messages import Resume
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_shape_of_weights
-from manta.workers.weights.export import export, export_adapter
+from manta.workers.weights.export import export
 from manta.workers.weights.folder import ADAPTER
 
 peft = pytest.importorskip("peft")
@@ -113,7 +113,7 @@ def test_adapters_and_merged_weights_have_the_same_logits_elsewhere(kind, layout
     checkpoint = complete_checkpoints(tmp_path / "job")[-1][0]
     ours, base = our_logits(checkpoint), logits_of(their_model(kind))
     assert (ours - base).abs().max() > 0.05, "it has learned something"
-    done = export_adapter(str(checkpoint), tmp_path / "adapter")
+    done = export(str(checkpoint), tmp_path / "adapter", "adapter")
     assert_close(ours, logits_of(with_peft(kind, tmp_path / "adapter")))
     assert done.bytes <= (tmp_path / "adapter" / ADAPTER).stat().st_size < done.bytes + 10_000
     merged = export(str(checkpoint), tmp_path / "merged")
@@ -130,7 +130,7 @@ def test_adapter_of_peft_is_where_training_begins_and_what_is_exported_again(kin
     base, theirs = saved(kind, tmp_path / "base"), made_by_peft(kind, tmp_path / "adapter")
     checkpoint = begun(job(base, corpus, **{"from": str(tmp_path / "adapter")}), tmp_path / "job")
     assert_close(our_logits(checkpoint), logits_of(theirs))
-    export_adapter(str(checkpoint), tmp_path / "again")
+    export(str(checkpoint), tmp_path / "again", "adapter")
     assert_close(logits_of(with_peft(kind, tmp_path / "again")), logits_of(theirs))
     before, after = (load_file(tmp_path / name / ADAPTER) for name in ("adapter", "again"))
     if kind != "gpt2":  # whose fused layer has become one adapter each for queries, keys and values
@@ -237,5 +237,5 @@ def test_fused_adapter_of_several_blocks_that_overlap_is_refused_when_training_b
 def test_export_of_adapters_of_a_job_without_any_is_refused(corpus, tmp_path):
     document = job(saved("llama", tmp_path / "base"), corpus)
     document["train"]["lora"] = None
-    with pytest.raises(WeightsError, match=r"has no adapters \(train.lora\): export its weights, without --adapter"):
-        export_adapter(str(begun(document, tmp_path / "job")), tmp_path / "adapter")
+    with pytest.raises(WeightsError, match=r"has no adapters \(train.lora\): export its weights in another"):
+        export(str(begun(document, tmp_path / "job")), tmp_path / "adapter", "adapter")
