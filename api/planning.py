@@ -28,14 +28,13 @@ from manta.service.planner.search import Answer, placement_problem, plan_of
 from manta.workers.config import JobSpec
 from manta.workers.paths import Paths
 from manta.workers.spec.problems import Problem, SpecError
-from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.spec.submitted import names_weights, with_shape_of_weights
 
 
 async def with_shape(document: Any, control: ControlPlane, files: FileReads) -> Any:
     """`document`, a JobSpec or the request for a plan, with the shape of the weights that its model begins with, if it
     names any. Raises SpecError, FilesTimeout."""
-    model = document.get("model") if isinstance(document, dict) else None
-    if not isinstance(model, dict) or "from" not in model:
+    if not names_weights(document):
         return document
     return await files.run(partial(with_shape_of_weights, document, control.data_roots))
 

@@ -93,9 +93,10 @@ class ExportRequest(Body):
     """Folder on the service's machine, which must not contain anything yet: below one of those that exports may be
     written to; a relative one is below the first of them."""
     format: Format = "hf"
-    """hf: weights, config and tokenizer for transformers; safetensors: weights by Manta's own names."""
+    """hf: weights, config and tokenizer for transformers; safetensors: weights by Manta's own names; adapter: the
+    adapters of train.lora alone, in the format of PEFT. In the first two, adapters are merged into the weights."""
     dtype: Dtype | None = None
-    """Data type of the weights; default: that of the weights that the job started from, or fp32."""
+    """Data type of the weights; default: that of the weights that the job started from, or fp32; of adapters fp32."""
 
 
 class FaultRequest(Body):

@@ -18,10 +18,9 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from manta.workers.checkpoint.catalog import checkpoint_at
 from manta.workers.inference import tasks
 from manta.workers.inference.chats import ChatResult, chat, read_conversations, template_of
-from manta.workers.inference.command import add_template_to, loaded, options_for, positive, run
+from manta.workers.inference.command import add_template_to, checkpoint_of, loaded, options_for, positive, run
 from manta.workers.inference.validation_sets import evaluate_sets
 
 
@@ -80,7 +79,7 @@ def _result(options: argparse.Namespace) -> tasks.TextResult | tasks.Accuracy | 
         return tasks.last_word(*loaded(options), passages, options.batch_size)
     if options.chat is not None:
         model, tokens = loaded(options)
-        template = template_of(model.spec, checkpoint_at(options.checkpoint), options.template)
+        template = template_of(model.spec, checkpoint_of(options), options.template)
         return chat(model, tokens, read_conversations(options.chat, model.spec, template), options.batch_size)
     questions = tasks.read_questions(options.choices)
     return tasks.choices(*loaded(options), questions, options.batch_size)

@@ -14,9 +14,8 @@ import argparse
 import json
 from pathlib import Path
 
-from manta.workers.checkpoint.catalog import checkpoint_at
 from manta.workers.inference.chats import End, end_of_answer, question, template_of
-from manta.workers.inference.command import add_template_to, loaded, options_for, run
+from manta.workers.inference.command import add_template_to, checkpoint_of, loaded, options_for, run
 from manta.workers.inference.generation import Sampling, generate
 from manta.workers.inference.tasks import read_texts
 
@@ -66,7 +65,7 @@ def _generate(options: argparse.Namespace) -> None:
     model, tokens = loaded(options)
     asked, end = list(prompts), End(tokens.end, "")
     if options.chat:
-        template = template_of(model.spec, checkpoint_at(options.checkpoint), options.template)
+        template = template_of(model.spec, checkpoint_of(options), options.template)
         asked, end = [question(template, prompt) for prompt in prompts], end_of_answer(template, tokens)
     ids = [tokens.encode(prompt, begins=not options.chat) for prompt in asked]
     written = generate(model, ids, options.tokens, sampling, end.token, options.batch_size)

@@ -196,6 +196,9 @@ def export(
             help="Number format of the weights; default: that of the weights that the job started from, or fp32."
         ),
     ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapters of train.lora, in the format of PEFT.")
+    ] = False,
     shard_size: Annotated[
         str | None, typer.Option(help=f"Maximum size of a file, such as 500MB; default: {SHARD_SIZE}.")
     ] = None,
@@ -206,8 +209,10 @@ def export(
     """Export the weights of a job's newest checkpoint, or copy the whole checkpoint.
 
     transformers, vLLM and others read the format hf. A custom model, which they do not know, is exported as
-    safetensors."""
-    of_weights = dtype is not None or shard_size is not None
+    safetensors. Adapters (train.lora) are merged into the weights, or with --adapter exported alone."""
+    if adapter and (to_format is not None or shard_size is not None):
+        raise fail("--adapter has one format and one file: leave out --format and --shard-size", EXIT_BAD_INPUT)
+    of_weights = dtype is not None or shard_size is not None or adapter
     if to_format is Format.dcp and of_weights:
         raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
     source = source_of(job, step, url)
@@ -216,12 +221,12 @@ def export(
         to_format = Format.dcp
         if not as_json:
             typer.echo("copying the whole checkpoint; --format hf exports the weights for transformers", err=True)
-    to = to or f"{spec.get('name', 'job')}-step-{saved_step}"
+    to = to or f"{spec.get('name', 'job')}-step-{saved_step}{'-adapter' if adapter else ''}"
     if to_format is Format.dcp:
         _copy(source, parse_location(to), as_json)
         return
     is_custom = spec.get("model", {}).get("family") == "custom"
-    chosen = to_format or (Format.safetensors if is_custom else Format.hf)
+    chosen = "adapter" if adapter else (to_format or (Format.safetensors if is_custom else Format.hf)).value
     export_weights(source, to, chosen, dtype, shard_size, as_json)
 
 
@@ -303,14 +308,16 @@ def _copy(source: Location, target: Location, as_json: bool) -> None:
 def _print(place: Location, manifest: Manifest, as_json: bool, what: str) -> None:
     if as_json:
         about = {"path": str(place), "step": manifest.step, "generation": manifest.generation, "bytes": manifest.bytes}
-        typer.echo(json.dumps({**about, "job": manifest.job}))
+        typer.echo(json.dumps({**about, "frozen_bytes": manifest.all_bytes - manifest.bytes, "job": manifest.job}))
     else:
-        files = counted(len(manifest.files), "file")
-        typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}")
+        files, frozen = counted(len(manifest.files), "file"), ""
+        if manifest.frozen is not None:
+            frozen = f", and {size(manifest.frozen.manifest.bytes)} of frozen weights in {manifest.frozen.folder}"
+        typer.echo(f"{place} {what}: step {manifest.step}, {files}, {size(manifest.bytes)}{frozen}")
 
 
 def export_weights(
-    checkpoint: Location, to: str, to_format: Format, dtype: Dtype | None, shard_size: str | None, as_json: bool
+    checkpoint: Location, to: str, to_format: str, dtype: Dtype | None, shard_size: str | None, as_json: bool
 ) -> None:
     """Write the weights of `checkpoint` to the folder `to`. Ends the command if that fails."""
     if "://" in to:
@@ -321,18 +328,19 @@ def export_weights(
         typer.echo(json.dumps(done.to_json(target)))
     else:
         what = f"{counted(done.files, 'file')}, {size(done.bytes)}, {done.dtype}"
-        typer.echo(f"exported step {done.manifest.step} of {checkpoint} to {target}: {what}")
+        typer.echo(f"exported step {done.manifest.step} of {checkpoint} to {target}: {what}{done.sentence}")
 
 
 def _export(
-    checkpoint: str, target: Path, to_format: Format, dtype: Dtype | None, shard_bytes: int, quiet: bool
+    checkpoint: str, target: Path, to_format: str, dtype: Dtype | None, shard_bytes: int, quiet: bool
 ) -> Exported:
     """Shows the progress meanwhile."""
     from manta.workers.weights.export import export  # other commands need no arrays
 
     kind: Any = dtype and dtype.value
+    named: Any = to_format
     with cleaning_up_when_terminated(), _writing(target, "writing", quiet) as tell:
-        return export(checkpoint, target, "hf" if to_format is Format.hf else "safetensors", kind, shard_bytes, tell)
+        return export(checkpoint, target, named, kind, shard_bytes, tell)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from manta.service.settings import Settings
 from manta.workers.paths import Paths
 from manta.workers.settings import read_token_cache
 from manta.workers.spec.reading import load_job_spec
+from manta.workers.weights.config import CONFIG
 
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -67,7 +68,8 @@ def evaluate(
 ) -> None:
     """Evaluate a job's model: perplexity, or accuracy.
 
-    Runs here, on one device. Further options: --stride, --template, --batch-size, --device, --dtype, --threads, --json.
+    WHAT may also be a folder of Hugging Face weights; --adapter FOLDER adds an adapter of PEFT. Runs here, on one
+    device. Further options: --stride, --template, --batch-size, --device, --dtype, --threads, --json.
     """
     files = {"--text": text, "--last-word": last_word, "--choices": choices, "--chat": chat}
     given = [[name, str(file)] for name, file in files.items() if file is not None]
@@ -94,8 +96,9 @@ def generate(
 ) -> None:
     """Generate text with a job's model.
 
-    Runs here, on one device. With --chat prompts are messages, and only the answer is printed. Further options:
-    --tokens, --temperature, --top-k, --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json.
+    WHAT may also be a folder of Hugging Face weights; --adapter FOLDER adds an adapter of PEFT. Runs here, on one
+    device. With --chat prompts are messages, and only the answer is printed. Further options: --tokens, --temperature,
+    --top-k, --top-p, --seed, --template, --batch-size, --device, --dtype, --threads, --json.
     """
     if bool(prompt) == (prompts is not None):
         context.fail("Give --prompt TEXT or --prompts FILE.")
@@ -144,7 +147,10 @@ def tokenize(
 
 
 def _run(command: str, what: str, step: int | None, url: str | None, arguments: list[str]) -> None:
-    checkpoint = str(source_of(what, step, url))
+    is_weights = (Path(what) / CONFIG).is_file()
+    if is_weights and step is not None:
+        raise fail(f"{what} is a folder of weights, which has no steps: leave out --step", EXIT_BAD_INPUT)
+    checkpoint = what if is_weights else str(source_of(what, step, url))
     raise typer.Exit(subprocess.run(_engine(command, checkpoint, *arguments), check=False).returncode)
 
 

@@ -235,7 +235,9 @@ class NodeDaemons:
         except AgentError:
             return None
 
-    async def problem_of_data(self, spec: Mapping[str, Any], roots: list[str] | None) -> str | None:
+    async def problem_of_data(
+        self, spec: Mapping[str, Any], roots: list[str] | None, begins: bool = True
+    ) -> str | None:
         """What the first node that answers says about a job's corpus (`NodeDaemon.check_data`); None if the job can be
         trained on it, or if none of DATA_NODES nodes answers."""
         open_ones = sorted(set(await self._nodes.living()) - self._nodes.closed - self._nodes.at_rest)
@@ -243,7 +245,7 @@ class NodeDaemons:
             try:
                 daemon = await self.of(node)
                 if daemon is not None:
-                    return await within(DATA_SECONDS, daemon.check_data(dict(spec), roots))
+                    return await within(DATA_SECONDS, daemon.check_data(dict(spec), roots, begins))
             except AgentError as error:
                 log.warning("node %s did not report whether it can read a job's data: %s", node[:12], error)
         return None

@@ -20,8 +20,9 @@ TURN_SECONDS = 60.0
 """How long a job whose data does not answer keeps its turn, provided that no other job's data has been silent as
 long."""
 
-Check = Callable[[JobSpec], Awaitable[str | None]]
-"""Returns why a job cannot be trained on its data; None if it can. May never return."""
+Check = Callable[[JobSpec, bool], Awaitable[str | None]]
+"""Returns why a job cannot be trained on its data (and, if it begins, with its initial weights); None if it can. May
+never return."""
 
 
 class DataTimeout(MantaError):
@@ -61,27 +62,28 @@ class DataChecks:
         for job_id in self._under_way.keys() - set(job_ids):
             self._under_way.pop(job_id).answer.cancel()
 
-    async def problem(self, job_id: str, spec: JobSpec) -> str | None:
-        """Why the job cannot be trained on its data; None if it can. Raises DataTimeout if that is not known yet: ask
-        again."""
-        data_check = self._under_way.get(job_id) or self._start(job_id, spec)
+    async def problem(self, job_id: str, spec: JobSpec, begins: bool = True) -> str | None:
+        """Why the job cannot be trained on its data; None if it can. `begins`: whether it has no checkpoint. Raises
+        DataTimeout if that is not known yet: ask again."""
+        data_check = self._under_way.get(job_id) or self._start(job_id, spec, begins)
         await asyncio.wait({data_check.answer}, timeout=0.0 if data_check.is_silent else POLL_SECONDS)
         if not data_check.answer.done():
             raise DataTimeout(keeps_turn=not data_check.is_silent)
         del self._under_way[job_id]
         return data_check.answer.result()
 
-    def _start(self, job_id: str, spec: JobSpec) -> _DataCheck:
+    def _start(self, job_id: str, spec: JobSpec, begins: bool) -> _DataCheck:
         """Raises DataTimeout if another job's check of the same files is unanswered."""
         paths = frozenset(named_paths(spec).values())
         silent = [each for each in self._under_way.values() if each.is_silent]
         if any(each.paths == paths for each in silent):
             raise DataTimeout(keeps_turn=False)
-        data_check = self._under_way[job_id] = _DataCheck(paths, asyncio.ensure_future(self._check(spec)), bool(silent))
+        answer = asyncio.ensure_future(self._check(spec, begins))
+        data_check = self._under_way[job_id] = _DataCheck(paths, answer, bool(silent))
         return data_check
 
 
-async def local_problem(roots: DataRoots, spec: JobSpec) -> str | None:
+async def local_problem(roots: DataRoots, spec: JobSpec, begins: bool = True) -> str | None:
     """Why a job cannot be trained on its data, as this process sees it; None if it can. `roots`: folders below which
     jobs may read."""
-    return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec)))
+    return await asyncio.wrap_future(in_daemon_thread("data of a job", lambda: roots.problem_of_data(spec, begins)))

@@ -34,8 +34,8 @@ from manta.service.states import JobState, after_action, is_final
 from manta.service.store import Store, checkpoints, deletion, events, exports, generations, jobs, leases
 from manta.service.store.errors import JobNotFound
 from manta.service.store.tables import Checkpoint, Job
-from manta.workers.checkpoint.catalog import checkpoint_path
-from manta.workers.checkpoint.pruning import remove
+from manta.workers.checkpoint.catalog import checkpoint_path, is_frozen_folder, list_checkpoints
+from manta.workers.checkpoint.pruning import remove, remove_unused_frozen
 from manta.workers.node.folders import shares
 from manta.workers.paths import Paths
 from manta.workers.storage.files import bytes_in, files_of
@@ -159,7 +159,7 @@ def remove_files(paths: Paths, job_id: str) -> RemovedFiles:
         return elsewhere
     try:
         removed = RemovedFiles(
-            checkpoints=elsewhere.checkpoints + _entries(folder / checkpoints.name),
+            checkpoints=elsewhere.checkpoints + _checkpoints_in(folder / checkpoints.name),
             logs=elsewhere.logs + _entries(paths.log_folder(job_id)),
             bytes=elsewhere.bytes + bytes_in(folder),
         )
@@ -177,16 +177,16 @@ def _remove_external_folders(
     if isinstance(root, Path) and checkpoints.parent != folder and not shares(root, paths.installation):
         raise FilesNotRemoved(job_id, checkpoints, OSError(f"{root} is not mounted here, or cannot be written"))
     removed = RemovedFiles(
-        checkpoints=_count(job_id, checkpoints) if checkpoints.parent != folder else 0,
-        logs=0 if logs is None else _count(job_id, logs),
+        checkpoints=_count(job_id, checkpoints, _checkpoints_in) if checkpoints.parent != folder else 0,
+        logs=0 if logs is None else _count(job_id, logs, _entries),
     )
     others = {checkpoints.parent, *(() if logs is None else (logs.parent,))} - {folder}
     return replace(removed, bytes=sum(_remove(job_id, other) for other in others))
 
 
-def _count(job_id: str, folder: Location) -> int:
+def _count(job_id: str, folder: Location, count: Callable[[Location], int]) -> int:
     try:
-        return _entries(folder)
+        return count(folder)
     except OSError as error:
         raise FilesNotRemoved(job_id, folder, error) from error
 
@@ -205,10 +205,18 @@ def _remove(job_id: str, folder: Location) -> int:
 
 
 def _entries(folder: Location) -> int:
+    return len(_names(folder))
+
+
+def _checkpoints_in(folder: Location) -> int:
+    return sum(not is_frozen_folder(name) for name in _names(folder))
+
+
+def _names(folder: Location) -> list[str]:
     try:
-        return len(files_of(folder).names(folder))
+        return files_of(folder).names(folder)
     except (FileNotFoundError, NotADirectoryError):
-        return 0
+        return []
 
 
 class CheckpointNeeded(ServiceError):
@@ -250,15 +258,20 @@ def delete_checkpoint_in_time(
 
 def delete_checkpoint(store: Store, paths: Paths, job_id: str, checkpoint_id: str, force: bool = False) -> Checkpoint:
     """Remove a checkpoint's files and record that it is deleted; returns it. A deleted checkpoint stays deleted. The
-    newest readable one of a job that may continue, which would resume from it, is deleted only with `force`. Raises
+    newest readable one of a job that may continue, which would resume from it, is deleted only with `force`. Frozen
+    weights are removed with the last checkpoint that refers to them: here, or by the job while it runs. Raises
     JobNotFound, CheckpointNotFound, CheckpointNeeded, CheckpointNotRemoved."""
     with store.read() as session:
-        row = checkpoints.get(session, job_id, checkpoint_id)
+        row, job = checkpoints.get(session, job_id, checkpoint_id), jobs.get(session, job_id)
         if row.state == checkpoints.DELETED:
             return row
-        _refuse_needed(session, jobs.get(session, job_id), row, force)
+        _refuse_needed(session, job, row, force)
+        is_over = is_final(JobState(job.state))
     if not remove(_place(paths, row)):
         raise CheckpointNotRemoved(row.path)
+    listing = list_checkpoints(paths.checkpoint_folder(job_id))
+    if is_over and listing.problem is None:
+        remove_unused_frozen(listing.folder, listing.checkpoints)
     return store.write(lambda session: _note(session, job_id, checkpoint_id, force))
 
 

@@ -29,7 +29,7 @@ from manta.service.job.record import JobRecord
 from manta.service.leases.decisions import LeaseLost
 from manta.service.leases.held import Leases
 from manta.service.states import JobState
-from manta.service.store import Store, jobs
+from manta.service.store import Store, checkpoints, jobs
 from manta.service.store.database import may_pass
 from manta.service.store.errors import IllegalTransition, JobNotFound
 from manta.service.store.tables import Job
@@ -236,7 +236,8 @@ class Scheduler:
             return None
 
     async def _has_valid_data(self, job: Job, spec: JobSpec) -> bool:
-        problem = await self._data_checks.problem(job.id, spec)
+        begins = await self._store.read_async(lambda session: checkpoints.newest(session, job.id)) is None
+        problem = await self._data_checks.problem(job.id, spec, begins)
         if problem is not None:
             await self._transition(job, JobState.FAILED, "bad_data", problem)
             return False
@@ -249,11 +250,11 @@ class Scheduler:
         await self._report_waiting_reason(job, None, "data_silent", str(error))
         return PlacementDecision.SKIPS
 
-    async def _check_data(self, spec: JobSpec) -> str | None:
+    async def _check_data(self, spec: JobSpec, begins: bool) -> str | None:
         """Why a job cannot be trained on its data. None also if no node can say: the ranks will find out."""
         if not self._cluster.is_remote:
-            return await local_problem(self._data_roots, spec)
-        return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names)
+            return await local_problem(self._data_roots, spec, begins)
+        return await self._cluster.daemons.problem_of_data(spec.model_dump(mode="json"), self._data_roots.names, begins)
 
     async def _unit(self, spec: JobSpec) -> Unit:
         return unit_of(spec.resources.accelerator, await self._cluster.nodes.has_gpus())

@@ -230,7 +230,7 @@ def test_data_check_happens_on_the_nodes_if_jobs_run_elsewhere(start, cluster, m
     control = start()
     assert control.problem_of_data(spec) == "no such file or directory: /on/the/nodes/only"
 
-    async def problem(spec, folders):
+    async def problem(spec, folders, begins=True):
         return f"{spec['data']['paths'][0]} is empty"
 
     cluster.is_remote, cluster.daemons.problem_of_data = True, problem

@@ -4,6 +4,10 @@ A checkpoint is the folder `step-<step>-generation-<generation>`. Its `manifest.
 a folder without one is an interrupted save and is never used. The manifest holds the size of every file and checksums
 of its blocks, and ends with a checksum of itself.
 
+Parameters that a job does not train are written once, into a folder `frozen-<step>-generation-<generation>` beside its
+checkpoints, which has a manifest of its own. A checkpoint of such a job names that folder, and the checksum of its
+manifest, in its file `frozen.json`.
+
 What cannot be read is unknown, not absent: if a folder was moved, is not mounted or cannot be accessed, nothing is
 concluded about the checkpoints in it.
 """
@@ -16,7 +20,7 @@ import re
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -24,6 +28,7 @@ from manta.workers.checkpoint.checksums import (
     BLOCK_BYTES,
     DamagedCheckpoint,
     FileSums,
+    SummedFiles,
     UnreadableCheckpoint,
     checked,
     damaged,
@@ -34,8 +39,26 @@ from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location, parse_location
 
 MANIFEST = "manifest.json"
+FROZEN_WEIGHTS = "frozen.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
+_FROZEN_FOLDER = re.compile(r"^frozen-(\d{8,})-generation-(\d+)$")
 _MANIFEST_SUM = b', "crc32": '
+
+
+@dataclass(frozen=True)
+class FrozenWeights:
+    """Parameters that a job does not train, in a folder beside the checkpoints that refer to it."""
+
+    folder: str
+    """Name of the folder."""
+    manifest: Manifest
+    """What is in it."""
+    crc32: int
+    """CRC-32 of its manifest as it was written."""
+
+    def beside(self, checkpoint: Location) -> Location:
+        """The folder, for that checkpoint."""
+        return checkpoint.parent / self.folder
 
 
 @dataclass(frozen=True)
@@ -58,6 +81,9 @@ class Manifest:
     """Bytes of a block."""
     numbers: dict[str, Any] | None = None
     """What the judgement of later steps' numbers and the order of samples depend on (`bad_numbers.NumericsHistory`)."""
+    frozen: FrozenWeights | None = None
+    """Where the parameters are that the job does not train, unless they are among `files`. It is not written with the
+    manifest, but in the file `frozen.json`: releases that do not know it refuse to load the rest, and keep it."""
 
     @property
     def small(self) -> dict[str, list[float]]:
@@ -66,11 +92,27 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Total size, in bytes."""
+        """Total size, in bytes, without parameters in another folder."""
         return sum(self.files.values())
+
+    @property
+    def all_bytes(self) -> int:
+        """Total size, in bytes."""
+        return self.bytes + (0 if self.frozen is None else self.frozen.manifest.bytes)
+
+    @property
+    def data_files(self) -> dict[str, int]:
+        """Bytes of each file in which tensors may be."""
+        return self.files if self.frozen is None else {**self.frozen.manifest.files, **self.files}
+
+    def place(self, checkpoint: Location, name: str) -> Location:
+        """Where the file `name` of `data_files` of this `checkpoint` is."""
+        return checkpoint / name if self.frozen is None or name in self.files else self.frozen.beside(checkpoint) / name
 
     def sums(self, file: Location) -> FileSums:
         """Size and checksums of `file`. Raises DamagedCheckpoint if it is not a file of this checkpoint."""
+        if self.frozen is not None and file.parent.name == self.frozen.folder:
+            return self.frozen.manifest.sums(file)
         if file.name not in self.files:
             raise damaged(file, f"is not in {MANIFEST}")
         blocks = tuple(self.blocks[file.name]) if self.blocks else None
@@ -162,6 +204,16 @@ def checkpoint_path(folder: str | Location, step: int, generation: int) -> Locat
     return parse_location(folder) / _name(step, generation)
 
 
+def frozen_path(folder: str | Location, step: int, generation: int) -> Location:
+    """Path of the folder of parameters that are not trained, written with the checkpoint of `step` by `generation`."""
+    return parse_location(folder) / f"frozen-{step:08d}-generation-{generation}"
+
+
+def is_frozen_folder(name: str) -> bool:
+    """Whether a folder of this name beside checkpoints is one of parameters that are not trained."""
+    return _FROZEN_FOLDER.match(name) is not None
+
+
 def _name(step: int, generation: int) -> str:
     return f"step-{step:08d}-generation-{generation}"
 
@@ -182,15 +234,29 @@ def is_checkpoint(location: Location) -> bool:
         raise UnreadableCheckpoint(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def seal(path: Location, manifest: Manifest) -> None:
-    """Write the manifest of a checkpoint whose files are complete. It is durable when this returns. Raises OSError,
-    also if files are missing here."""
+def refer(path: Location, frozen: FrozenWeights, sums: SummedFiles) -> None:
+    """Write into the checkpoint at `path`, with these `sums`, where the parameters are that the job does not train.
+    Raises OSError."""
+    with sums.create(path / FROZEN_WEIGHTS) as stream:
+        document = {"folder": frozen.folder, "crc32": frozen.crc32, "bytes": frozen.manifest.bytes}
+        stream.write(json.dumps(document).encode())
+
+
+def seal(path: Location, manifest: Manifest) -> int:
+    """Write the manifest of a checkpoint whose files are complete; returns its CRC-32. It is durable when this returns.
+    Raises OSError, also if files are missing here, and CheckpointError if the frozen weights are not as they were."""
     files = files_of(path)
+    if manifest.frozen is not None:
+        check_frozen(path, manifest.frozen)
     for name, size in files.sizes(path, manifest.files):
         if size != manifest.files[name]:
             raise OSError(f"{path / name} is not here as it was written: all nodes must share {path.parent}")
-    text = json.dumps(asdict(manifest)).encode()[:-1]
-    files.write_atomically(path / MANIFEST, text + _manifest_sum(text))
+    document = asdict(replace(manifest, frozen=None))
+    del document["frozen"]
+    text = json.dumps(document).encode()[:-1]
+    content = text + _manifest_sum(text)
+    files.write_atomically(path / MANIFEST, content)
+    return zlib.crc32(content)
 
 
 def _manifest_sum(text: bytes) -> bytes:
@@ -208,6 +274,57 @@ def manifest_of(path: Location) -> Manifest:
         if isinstance(what, DamagedCheckpoint) and not isinstance(error, IsADirectoryError):
             what = damaged(file, "is missing, so its save was interrupted")
         raise what from error
+    manifest = _manifest_in(content, file)
+    name = _name(manifest.step, manifest.generation)
+    if generation_of(path) is not None and path.name != name:
+        raise damaged(file, f"is that of {name} of {manifest.job}: another checkpoint was copied into this folder")
+    return manifest if FROZEN_WEIGHTS not in manifest.files else replace(manifest, frozen=_frozen_of(path, manifest))
+
+
+def _frozen_of(path: Location, manifest: Manifest) -> FrozenWeights:
+    """The parameters that the checkpoint at `path` refers to. Raises DamagedCheckpoint if they are not there,
+    UnreadableCheckpoint if that is unknown."""
+    file = path / FROZEN_WEIGHTS
+    with checked(file, manifest.sums(file)) as stream:
+        content = stream.read()
+    try:
+        document = json.loads(content)
+        folder, crc32 = str(document["folder"]), int(document["crc32"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged(file, "makes no sense") from error
+    if not is_frozen_folder(folder):
+        raise damaged(file, f"names {folder[:100]!r}, which is not a folder of frozen weights")
+    return _frozen_in(path, folder, crc32)
+
+
+def _frozen_in(checkpoint: Location, folder: str, crc32: int) -> FrozenWeights:
+    place = checkpoint.parent / folder / MANIFEST
+    try:
+        content = files_of(place).read(place)
+    except (FileNotFoundError, NotADirectoryError) as error:  # the folder it is in has just been read
+        what = f"refers to the frozen weights in {place.parent}, which are not there: they belong beside it"
+        raise damaged(checkpoint / FROZEN_WEIGHTS, what) from error
+    except OSError as error:
+        raise unreadable(place, error) from error
+    if zlib.crc32(content) != crc32:
+        raise damaged(place, f"is not the one that {checkpoint.name} refers to")
+    return FrozenWeights(folder, _manifest_in(content, place), crc32)
+
+
+def check_frozen(checkpoint: Location, frozen: FrozenWeights) -> None:
+    """Check that the frozen weights beside `checkpoint`, which may be yet to be written, are there with their sizes.
+    Raises DamagedCheckpoint if they are not, UnreadableCheckpoint if that is unknown."""
+    _frozen_in(checkpoint, frozen.folder, frozen.crc32)
+    _check_sizes(frozen.beside(checkpoint), frozen.manifest)
+
+
+def _check_sizes(path: Location, manifest: Manifest) -> None:
+    for name, size in files_of(path).sizes(path, manifest.files):
+        _check_size(path / name, size, manifest.files[name])
+
+
+def _manifest_in(content: bytes, file: Location) -> Manifest:
+    """The manifest in the `content` of `file`. Raises DamagedCheckpoint."""
     try:
         document = json.loads(content)
     except ValueError as error:
@@ -225,15 +342,12 @@ def manifest_of(path: Location) -> Manifest:
         raise damaged(file, "is not a manifest") from error
     if not _is_valid(manifest):
         raise damaged(file, "is not a manifest")
-    name = _name(manifest.step, manifest.generation)
-    if generation_of(path) is not None and path.name != name:
-        raise damaged(file, f"is that of {name} of {manifest.job}: another checkpoint was copied into this folder")
     return manifest
 
 
 def _is_valid(manifest: Manifest) -> bool:
     """Whether the fields of a manifest, which may be without a checksum, have values of the right types."""
-    if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict):
+    if not isinstance(manifest.files, dict) or not isinstance(manifest.spec, dict) or manifest.frozen is not None:
         return False
     if any(name in ("", ".", "..") or "/" in name for name in manifest.files):  # a copy of it stays in its folder
         return False
@@ -290,8 +404,9 @@ def inspect(path: Location, job: str | None = None) -> tuple[Condition, Manifest
         manifest = manifest_of(path)
         if job not in (None, manifest.job):
             raise damaged(path / MANIFEST, f"is of {manifest.job}, and not of {job}: it was copied into this folder")
-        for name, size in files_of(path).sizes(path, manifest.files):
-            _check_size(path / name, size, manifest.files[name])
+        _check_sizes(path, manifest)
+        if manifest.frozen is not None:
+            _check_sizes(manifest.frozen.beside(path), manifest.frozen.manifest)
     except DamagedCheckpoint as error:
         return Condition.INCOMPLETE, None, str(error)
     except UnreadableCheckpoint as error:
@@ -312,10 +427,13 @@ def verify(path: Location) -> Manifest:
     """Verify every byte of the checkpoint at `path` and return its manifest. Reads all files sequentially. Raises
     DamagedCheckpoint with the first damaged file and byte, UnreadableCheckpoint."""
     manifest = manifest_of(path)
-    for name in manifest.files:
-        with checked(path / name, manifest.sums(path / name)) as file:
-            if manifest.blocks:
-                file.check()
+    frozen = manifest.frozen
+    others = [] if frozen is None else [(frozen.beside(path), frozen.manifest)]
+    for place, own in [(path, manifest), *others]:
+        for name in own.files:
+            with checked(place / name, own.sums(place / name)) as file:
+                if own.blocks:
+                    file.check()
     return manifest
 
 
@@ -382,7 +500,13 @@ def next_generation(folder: str | Location) -> int:
     return 1 + max((generation for _, _, generation in _folders(parse_location(folder)) or ()), default=0)
 
 
-def _folders(folder: Location) -> list[tuple[Location, int, int]] | None:
+def frozen_folders(folder: str | Location) -> list[tuple[Location, int, int]]:
+    """(path, step, generation) of all folders of frozen weights, complete or not, in order of creation. Raises
+    UnreadableCheckpoint if `folder` cannot be listed."""
+    return _folders(parse_location(folder), _FROZEN_FOLDER) or []
+
+
+def _folders(folder: Location, named: re.Pattern[str] = _FOLDER) -> list[tuple[Location, int, int]] | None:
     """(path, step, generation) of all checkpoints, complete or not, in order of creation; None if the folder does not
     exist. Raises UnreadableCheckpoint if it cannot be listed.
 
@@ -390,7 +514,7 @@ def _folders(folder: Location) -> list[tuple[Location, int, int]] | None:
     checkpoint, the latter could not be used, so everything that the generation saves is newer.
     """
     try:
-        matches = [(folder / name, _FOLDER.match(name)) for name in files_of(folder).names(folder)]
+        matches = [(folder / name, named.match(name)) for name in files_of(folder).names(folder)]
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -10,16 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from manta.workers.checkpoint import catalog, durable, pruning
-from manta.workers.checkpoint.catalog import Condition, Manifest
-from manta.workers.checkpoint.checksums import FileSums
+from manta.workers.checkpoint.catalog import Condition, FrozenWeights, Manifest
+from manta.workers.checkpoint.checksums import DamagedCheckpoint, FileSums, SummedFiles
+from manta.workers.checkpoint.opening import read_own_contents
 from manta.workers.checkpoint.state_parts import agree, load_parts, needed_rectangles, owned_rectangles, part_lengths
 from manta.workers.checkpoint.uploads import SharedBuffer, Uploads
 from manta.workers.comm.comm import Comm
@@ -27,11 +28,12 @@ from manta.workers.comm.shared_work import WORLD, SharedWork
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointError, MantaError, PeerLost
-from manta.workers.parallel.data.state import StatePart, tensors_of
+from manta.workers.parallel.data.state import FROZEN, MODEL, StatePart, tensors_of
 from manta.workers.snapshot.snapshots import NoSnapshots, ProtectedSlot, Snapshots
 from manta.workers.snapshot.state_copy import Ready, copy_tensors, event_after
+from manta.workers.spec.parameters import frozen_names
 from manta.workers.storage.files import files_of
-from manta.workers.storage.locations import ObjectPath, parse_location
+from manta.workers.storage.locations import Location, ObjectPath, parse_location
 from manta.workers.system.gpu import PinnedMemory
 
 Parts = Callable[[], AbstractContextManager[dict[str, torch.Tensor]]]
@@ -68,7 +70,13 @@ class Checkpointer:
         self.folder, self.job, self.spec = folder, job, spec
         self.engine, self.comm, self.event = engine, comm, event
         self._snapshots, self._note = snapshots, note
-        self._owned, self._needed = owned_rectangles(engine), needed_rectangles(engine)
+        owned, self._needed = owned_rectangles(engine), needed_rectangles(engine)
+        self._owned = {name: those for name, those in owned.items() if name != FROZEN}
+        self._owned_frozen = {name: those for name, those in owned.items() if name == FROZEN}
+        self._frozen_names = {f"{MODEL}.{name}" for name in frozen_names(spec)}
+        """What is saved once, as checkpoints call it; the same on all ranks."""
+        self._frozen: FrozenWeights | None = None
+        """Where that is, as far as rank 0 knows, for checkpoints of this generation."""
         self._lengths = part_lengths(engine)
         self._writer = _new_thread()
         self._pending: Future[str | None] | None = None
@@ -99,7 +107,7 @@ class Checkpointer:
     def enter_generation(self, began: int, step: int) -> None:
         """A generation begins at committed step `step`, with a state that descends from that of `began`, which began at
         step 0. Delayed saves are dropped, since a rank that is new to the job does not know of them."""
-        self.began, self._delayed, self._search = began, False, None
+        self.began, self._delayed, self._search, self._frozen = began, False, None, None
         self._forget_sealed_after(step)
 
     def _forget_sealed_after(self, step: int) -> None:
@@ -366,19 +374,18 @@ class Checkpointer:
         yield state
 
     def _copy_state(self, ready: Ready) -> dict[str, torch.Tensor]:
-        trained, frozen = self._trained_parts(), self.engine.optimizer.frozen_parts()
+        trained = self._trained_parts()
         memory = self._buffer().tensor.split([part.length for part in trained])
         copies = {part.name: copy for part, copy in zip(trained, memory, strict=True)}
         copy_tensors([to for part in trained for to in part.split(copies[part.name])], tensors_of(trained), ready)
-        # Frozen parameters never change, so they need no copy.
-        return copies | {part.name: tensor.cpu() for part in frozen for tensor in part.tensors}
+        return copies
 
     @contextmanager
     def _in_slot(self, slot: ProtectedSlot) -> Iterator[dict[str, torch.Tensor]]:
         """The state in its snapshot. Other processes can open that memory by its name, so what was written only counts
         if the slot's checksums still match afterwards."""
         slot.wait()
-        yield {part.name: slot.part(part.name) for part in self.engine.parts() if part.ranges}
+        yield {part.name: slot.part(part.name) for part in self._trained_parts()}
         slot.check()
 
     def _write(self, save: Save, parts: Parts) -> str | None:
@@ -386,6 +393,9 @@ class Checkpointer:
         try:
             self._prepare()
             sums = durable.save(save.path, self._owned, parts, save.ranks, lambda: self._wrote(save), self._uploads)
+            save.copied.set()
+            if self._frozen_names:
+                self._save_frozen(save)
             if self.comm.rank == 0:
                 self._seal(save, sums)
         except (OSError, RuntimeError, MantaError) as error:
@@ -398,6 +408,9 @@ class Checkpointer:
             in_store = isinstance(location, ObjectPath)
             if self.comm.rank == 0 and not (in_store and (save.abandoned or self._has_left())):
                 files_of(location).remove_folder(location)
+                frozen = catalog.frozen_path(self.folder, save.step, save.generation)
+                if self._frozen_names and (self._frozen is None or self._frozen.folder != frozen.name):
+                    files_of(frozen).remove_folder(frozen)
             return reason
         finally:
             save.copied.set()
@@ -406,26 +419,77 @@ class Checkpointer:
             self._prune(save)
         return None
 
-    def _seal(self, save: Save, sums: dict[str, FileSums]) -> None:
-        files = {name: each.size for name, each in sorted(sums.items())}
-        blocks = {name: list(each.blocks or ()) for name, each in sorted(sums.items())}
-        spec, block_bytes = self.spec.model_dump(mode="json"), next(iter(sums.values())).block_bytes
-        manifest = Manifest(
+    def _save_frozen(self, save: Save) -> None:
+        """Write the parameters that are not trained, unless an earlier checkpoint of this training refers to them."""
+
+        def is_there() -> bool:
+            if self.comm.rank == 0:
+                self._frozen = self._usable_frozen(parse_location(save.path))
+            return self._frozen is not None
+
+        if save.ranks.together(is_there, lambda found: [found[0]] * len(found), (bool, bool)):
+            return
+        path = catalog.frozen_path(self.folder, save.step, save.generation)
+        state = {part.name: tensor for part in self.engine.optimizer.frozen_parts() for tensor in part.tensors}
+
+        def parts() -> AbstractContextManager[dict[str, torch.Tensor]]:  # of the live ones, since no step changes them
+            return nullcontext({name: tensor.cpu() for name, tensor in state.items()})
+
+        wrote, rectangles = lambda: self._wrote(save), self._owned_frozen
+        sums = durable.save(str(path), rectangles, parts, save.ranks, wrote, self._uploads, number=1)
+        if self.comm.rank == 0:
+            manifest = self._manifest(save, sums)
+            self._frozen = FrozenWeights(path.name, manifest, catalog.seal(path, manifest))
+
+    def _usable_frozen(self, path: Location) -> FrozenWeights | None:
+        """Where the frozen parameters of the checkpoint at `path` are already: all states that descend from the same
+        beginning have the same. Raises UnreadableCheckpoint."""
+        frozen = self._frozen
+        if frozen is None:
+            listing = catalog.list_checkpoints(self.folder, self.job)
+            whole = [each for _, each in listing.complete if each.generation >= self.began]
+            frozen = whole[-1].frozen if whole else None
+        if frozen is None:
+            return None
+        try:
+            catalog.check_frozen(path, frozen)
+            tensors = read_own_contents(frozen.beside(path), frozen.manifest).tensors
+        except DamagedCheckpoint:
+            return None
+        dtype = str(self.engine.flat.parameters.dtype).removeprefix("torch.")
+        is_same = tensors.keys() == self._frozen_names and {each.dtype for each in tensors.values()} == {dtype}
+        return frozen if is_same else None
+
+    def _manifest(self, save: Save, sums: dict[str, FileSums]) -> Manifest:
+        return Manifest(
             job=self.job,
             generation=save.generation,
             step=save.step,
-            files=files,
-            spec=spec,
-            loss_scale=save.small.get("loss_scale"),
-            blocks=blocks,
-            block_bytes=block_bytes,
-            numbers=save.numbers,
+            files={name: each.size for name, each in sorted(sums.items())},
+            spec=self.spec.model_dump(mode="json"),
+            blocks={name: list(each.blocks or ()) for name, each in sorted(sums.items())},
+            block_bytes=next(iter(sums.values())).block_bytes,
         )
-        catalog.seal(parse_location(save.path), manifest)
+
+    def _seal(self, save: Save, sums: dict[str, FileSums]) -> None:
+        path, data, frozen = parse_location(save.path), {"path": save.path}, self._frozen
+        message = f"saved the checkpoint of step {save.step}"
+        if frozen is not None:
+            catalog.refer(path, frozen, files := SummedFiles())
+            sums = sums | files.sums
+            data["frozen"] = str(frozen.beside(path))
+            if frozen.folder == catalog.frozen_path(self.folder, save.step, save.generation).name:
+                message += f", and {frozen.manifest.bytes} bytes of frozen weights, which later ones refer to"
+        manifest = replace(
+            self._manifest(save, sums),
+            loss_scale=save.small.get("loss_scale"),
+            numbers=save.numbers,
+            frozen=frozen,
+        )
+        catalog.seal(path, manifest)
         if not save.abandoned:
             self._sealed = save.step
-        data = {"path": save.path, "bytes": manifest.bytes}
-        self._report("checkpoint_saved", save.step, f"saved the checkpoint of step {save.step}", data)
+        self._report("checkpoint_saved", save.step, message, {**data, "bytes": manifest.bytes})
 
     def _prune(self, save: Save) -> None:
         """Delete checkpoints that the completed save makes superfluous, and remains of earlier saves. Raises

@@ -107,6 +107,11 @@ class Tensors(MutableMapping[str, StoredTensor]):
         for name, tensor in self._read.items():
             _check(name, tensor, files)
 
+    def add(self, other: Tensors) -> None:
+        """Take over all tensors of `other`."""
+        self._read |= other._read
+        self._entries |= other._entries
+
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._read:
             tensor = _stored(name, self._entries[name])
@@ -155,7 +160,7 @@ class Contents:
     def check(self, manifest: Manifest) -> None:
         """Raise MalformedMessage unless everything is within the files of the checkpoint with this `manifest`; for
         tensors that are still text, when they are parsed."""
-        self.tensors.check(manifest.files)
+        self.tensors.check(manifest.data_files)
 
 
 def checked_types(tensors: dict[str, StoredTensor]) -> Contents:

@@ -17,12 +17,15 @@ from collections.abc import Iterable
 
 from manta.workers.checkpoint.catalog import manifest_of
 from manta.workers.checkpoint.contents import Contents, StoredRectangle, StoredTensor
-from manta.workers.checkpoint.opening import DTYPES, METADATA, read_contents
+from manta.workers.checkpoint.opening import DTYPES, METADATA, read_own_contents
 from manta.workers.errors import MantaError
 from manta.workers.protocol.json_codec import MalformedMessage
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import parse_location
 
+MAX_IN_METADATA = 100_000
+"""Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
+a million take minutes and gigabytes. `python -m manta.workers.checkpoint.dcp_metadata` writes it later."""
 VERSION = "1.0.0"
 """Version of the format in torch."""
 _RECORDS, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -136,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", help="folder or s3:// URL of the checkpoint")
     location = parse_location(parser.parse_args(arguments).checkpoint)
     try:
-        content = metadata_file(read_contents(location, manifest_of(location)))
+        content = metadata_file(read_own_contents(location, manifest_of(location)))
         files_of(location).write_atomically(location / METADATA, content)
     except (MantaError, OSError) as error:
         print(error, file=sys.stderr)

@@ -20,7 +20,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from manta.workers.checkpoint.catalog import Manifest, manifest_of
 from manta.workers.checkpoint.checksums import CheckedFile, DamagedCheckpoint, FileSums, SummedFiles, Window
 from manta.workers.checkpoint.contents import CONTENTS, Contents, EncodedRectangles, StoredRectangle, as_text, merged
-from manta.workers.checkpoint.dcp_metadata import metadata_file
+from manta.workers.checkpoint.dcp_metadata import MAX_IN_METADATA, metadata_file
 from manta.workers.checkpoint.opening import METADATA, opened, read_contents
 from manta.workers.checkpoint.uploads import Uploads
 from manta.workers.comm.shared_work import SharedWork
@@ -29,10 +29,6 @@ from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, answer
 from manta.workers.parallel.data.state import FROZEN, MODEL
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location, ObjectPath, parse_location
-
-MAX_IN_METADATA = 100_000
-"""Most rectangles of a checkpoint for which `.metadata` is written: its readers have torch create objects of them, and
-a million take minutes and gigabytes. `python -m manta.workers.checkpoint.dcp_metadata` writes it later."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +137,12 @@ def save(
     ranks: SharedWork,
     wrote: Callable[[], object] = lambda: None,
     uploads: Uploads | None = None,
+    number: int = 0,
 ) -> dict[str, FileSums]:
     """Write this rank's `rectangles` of each of the `parts` (CPU tensors; entered once, and left when they are written)
     below `path`, together with all `ranks`. Returns, on rank 0, the checksums of all files of all ranks. `wrote` is
-    called whenever some of it is written. If `path` is in an object store, `uploads` uploads the rectangles.
+    called whenever some of it is written. If `path` is in an object store, `uploads` uploads the rectangles. `number`:
+    of this rank's file, whose name is unique among all folders that a checkpoint refers to.
 
     Raises errors of the file system or, with several ranks, SharedWorkFailed on each of them.
     """
@@ -156,7 +154,7 @@ def save(
         return files.create(file)
 
     def write() -> RankFiles:
-        name = f"__{ranks.rank}_0.distcp"  # as DCP names a rank's file
+        name = f"__{ranks.rank}_{number}.distcp"  # as DCP names a rank's files
         with parts() as state:
             files_of(folder).make_folder(folder)
             with created(folder / name) as stream:
@@ -182,9 +180,10 @@ def _write_rectangles(
 ) -> dict[str, EncodedRectangles]:
     """Append each rectangle of each part to the new `file` as a separate archive, and return where they are."""
     tensors: dict[str, tuple[tuple[int, ...], str, list[StoredRectangle]]] = {}
-    for name, part in parts.items():
+    for name, of_part in rectangles.items():
+        part = parts[name]
         dtype = str(part.dtype).removeprefix("torch.")
-        for each in rectangles[name]:
+        for each in of_part:
             at = stream.tell()
             with _without_sums():
                 torch.save(_alone(each.view(part)), stream)
@@ -313,7 +312,7 @@ def _read(path: str, manifest: Manifest, reads: list[_Read], moved: Callable[[],
         by_file.setdefault(read.source.file, []).append(read)
     for name, here in sorted(by_file.items()):
         in_order = sorted(here, key=lambda each: each.source.at)
-        with opened(parse_location(path) / name, manifest) as stream:
+        with opened(manifest.place(parse_location(path), name), manifest) as stream:
             stream.expect((each.source.at, each.source.bytes) for each in in_order)
             for each in in_order:
                 each.read(stream)

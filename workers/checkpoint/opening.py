@@ -54,8 +54,19 @@ def explained(file: Location, manifest: Manifest, stream: CheckedFile) -> Iterat
 
 
 def read_contents(path: str | Location, manifest: Manifest) -> Contents:
-    """The contents of the checkpoint at `path` with that `manifest`; those of an older checkpoint are in `.metadata`.
-    Raises CheckpointError."""
+    """The contents of the checkpoint at `path` with that `manifest`, parameters that are not trained included. Raises
+    CheckpointError."""
+    contents = read_own_contents(path, manifest)
+    if manifest.frozen is not None:
+        frozen = read_own_contents(manifest.frozen.beside(parse_location(path)), manifest.frozen.manifest)
+        contents.tensors.add(frozen.tensors)
+        contents.check(manifest)
+    return contents
+
+
+def read_own_contents(path: str | Location, manifest: Manifest) -> Contents:
+    """What lies in the folder `path` with that `manifest`; contents of an older checkpoint are in `.metadata`. Raises
+    CheckpointError."""
     name = CONTENTS if CONTENTS in manifest.files else METADATA
     with opened(parse_location(path) / name, manifest) as stream:
         contents = Contents.from_bytes(stream.read()) if name == CONTENTS else read_metadata(stream)

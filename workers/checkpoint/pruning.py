@@ -8,10 +8,17 @@ checkpoints of earlier generations are older, but may be of later steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from manta.workers.checkpoint.catalog import MANIFEST, Condition, ListedCheckpoint, list_checkpoints
+from manta.workers.checkpoint.catalog import (
+    MANIFEST,
+    Condition,
+    ListedCheckpoint,
+    frozen_folders,
+    list_checkpoints,
+)
+from manta.workers.errors import CheckpointError
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
 
@@ -58,8 +65,27 @@ def prune(
     step: int = 0,
     job: str | None = None,
 ) -> list[Location]:
-    """Delete what `to_prune` returns of the checkpoints of `job`. Returns what was deleted; the rest stays."""
-    return _removed(to_prune(list_checkpoints(folder, job).checkpoints, keep, generation, undoes, began, step))
+    """Delete what `to_prune` returns of the checkpoints of `job`, and frozen weights that no other refers to. Returns
+    the checkpoints that were deleted; the rest stays."""
+    listed = list_checkpoints(folder, job).checkpoints
+    removed = _removed(to_prune(listed, keep, generation, undoes, began, step))
+    remove_unused_frozen(folder, [each for each in listed if each.path not in removed], (generation, step))
+    return removed
+
+
+def remove_unused_frozen(
+    folder: str | Location, left: Collection[ListedCheckpoint], before: tuple[int, int] | None = None
+) -> None:
+    """Delete the frozen weights in `folder` that none of the checkpoints which are `left` refers to; none while one of
+    these cannot be read. `before`: generation and step; only those begun earlier are deleted, since others may be
+    about to be referred to."""
+    if any(each.condition is Condition.UNKNOWN for each in left):
+        return
+    used = {each.manifest.frozen.folder for each in left if each.manifest is not None and each.manifest.frozen}
+    with contextlib.suppress(CheckpointError):
+        for path, step, generation in frozen_folders(folder):
+            if path.name not in used and (before is None or (generation, step) < before):
+                remove(path)
 
 
 def remove_after(folder: str | Location, step: int, began: int = 0) -> list[Location]:

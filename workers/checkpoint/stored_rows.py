@@ -139,6 +139,12 @@ class StoredRows:
     ) -> None:
         self._close(list(self._open))
 
+    def shape(self, name: str) -> tuple[int, int]:
+        """Rows and columns of the tensor `name`. Raises CheckpointError if there is none."""
+        if name not in self._contents.tensors:
+            raise CheckpointError(f"the checkpoint at {self._location} has no {name}")
+        return rows_and_columns(self._contents.tensors[name].shape)
+
     def read(self, name: str, first: int, end: int) -> Iterator[Part]:
         """Rows [first, end) of the tensor `name`, in parts that together are all of them. Raises CheckpointError."""
         tensor = self._contents.tensors[name]
@@ -161,7 +167,7 @@ class StoredRows:
         for file in sorted(files):
             if file not in self._open:
                 stack = ExitStack()
-                stream = stack.enter_context(opened(self._location / file, self._manifest))
+                stream = stack.enter_context(opened(self._manifest.place(self._location, file), self._manifest))
                 self._open[file] = stack, stream, CheckedSpan(stream)
             self._open[file] = self._open.pop(file)
             if file not in self._expected:
@@ -178,7 +184,7 @@ class StoredRows:
         _, width = rows_and_columns(rectangle.sizes)
         column = rectangle.offsets[1] if len(rectangle.offsets) == 2 else 0
         _, stream, span = self._open[rectangle.file]
-        with explained(self._location / rectangle.file, self._manifest, stream):
+        with explained(self._manifest.place(self._location, rectangle.file), self._manifest, stream):
             row_bytes = width * ITEM_BYTES[tensor.dtype]
             at = rectangle.at + self._elements(span, tensor, rectangle).at + (low - rectangle.offsets[0]) * row_bytes
             content = span.piece(at, (high - low) * row_bytes)

@@ -16,7 +16,9 @@ from manta.workers.data.tokenizer import FILE_NAME as TOKENIZER
 from manta.workers.data.tokenizer import TOKENIZER_COMPANIONS, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable
 from manta.workers.spec.problems import Problem
-from manta.workers.weights.folder import INDEX, check_weights, weight_files
+from manta.workers.weights.config import ADAPTER_CONFIG
+from manta.workers.weights.folder import ADAPTER, INDEX, check_weights, weight_files
+from manta.workers.weights.peft import check_adapter
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,10 @@ class DataRoots:
             return Problem(where, f"{path[:100]!r} is relative; name it by its absolute path on the service's machine")
         return None if self._holds(path) else Problem(where, self._rule(path))
 
-    def check(self, spec: JobSpec) -> None:
+    def check(self, spec: JobSpec, begins: bool = True) -> None:
         """Raise DataError if the spec's corpus or a validation set cannot be read, its weights do not fit its model, or
-        a file of any of them is outside."""
+        a file of any of them is outside. `begins`: whether the job needs its initial weights and adapter, since it has
+        no checkpoint."""
         for problem in self.problems(spec):
             raise DataError(f"{problem.path}: {problem.rule}")
         chats = any(each.source == "chat" for each in spec.data.corpora)
@@ -60,17 +63,24 @@ class DataRoots:
             self._check_links(file.path for file in self._files(data))
             if data.source in SOURCES:
                 check_first_rows(data, corpus_files(data))
+        if begins:
+            self._check_initial(spec)
+
+    def _check_initial(self, spec: JobSpec) -> None:
         if spec.model.from_ is not None:
             folder = Path(spec.model.from_)
             self._check_links([str(folder / INDEX)])
             self._check_links(map(str, weight_files(folder)))
             check_weights(spec)
+        if spec.train.lora is not None and spec.train.lora.from_ is not None:
+            self._check_links(f"{spec.train.lora.from_}/{name}" for name in (ADAPTER_CONFIG, ADAPTER))
+            check_adapter(spec)
 
-    def problem_of_data(self, spec: JobSpec) -> str | None:
+    def problem_of_data(self, spec: JobSpec, begins: bool = True) -> str | None:
         """The problem that `check` finds, in a sentence; None if it finds none, or if that is not known since a disk or
         mount does not work now: the ranks wait for it."""
         try:
-            self.check(spec)
+            self.check(spec, begins)
         except DataUnreadable:
             return None
         except DataError as error:
@@ -126,6 +136,8 @@ def named_paths(spec: JobSpec) -> dict[str, str]:
         named |= {f"data.validation.{number}.paths.{at}": path for at, path in enumerate(each.paths)}
     if spec.model.from_ is not None:
         named["model.from"] = spec.model.from_
+    if spec.train.lora is not None and spec.train.lora.from_ is not None:
+        named["train.lora.from"] = spec.train.lora.from_
     if spec.data.tokenizer_file is not None:
         named["data.tokenizer"] = spec.data.tokenizer_file
     if spec.data.template_file is not None:

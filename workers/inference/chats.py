@@ -16,7 +16,7 @@ from manta.workers.data.shards import Section
 from manta.workers.data.sources import kind_of_file
 from manta.workers.data.tokenizer import CHAT_FILE, Marks
 from manta.workers.errors import DataError
-from manta.workers.inference.loaded_model import LoadedModel, TextTokens
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens, folders_of_records
 from manta.workers.inference.tasks import InvalidTask, exponential, marked_log_likelihood
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
@@ -48,12 +48,12 @@ class End:
     """The text that the template writes; may be empty."""
 
 
-def template_of(spec: JobSpec, checkpoint: Location, named: str | None = None) -> ChatTemplate:
-    """The template `named` (a file, or `chatml`), otherwise the one stored with the record of the job's corpus,
-    otherwise the one in its spec. Raises DataError if there is none."""
+def template_of(spec: JobSpec, checkpoint: Location | None, named: str | None = None) -> ChatTemplate:
+    """The template `named` (a file, or `chatml`), otherwise the one stored with the record of the job's corpus, beside
+    its `checkpoint` if it has one, otherwise the one in its spec. Raises DataError if there is none."""
     if named is not None:
         return open_template(spec.data.model_copy(update={"template": named}))
-    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+    for folder in folders_of_records(checkpoint):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             return ChatTemplate.of_document(json.loads(files_of(folder).read(folder / CHAT_FILE)))
     return open_template(spec.data)

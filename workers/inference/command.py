@@ -11,10 +11,11 @@ import torch
 
 from manta.workers.checkpoint.catalog import checkpoint_at
 from manta.workers.errors import MantaError
-from manta.workers.inference.loaded_model import LoadedModel, TextTokens, text_tokens_of
+from manta.workers.inference.loaded_model import LoadedModel, TextTokens, spec_of_weights, text_tokens_of
 from manta.workers.spec.problems import SpecError
 from manta.workers.storage.locations import InvalidLocation, Location, parse_location
 from manta.workers.system import gpu
+from manta.workers.weights.config import CONFIG
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,7 +26,14 @@ def options_for(called: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         type=_location,
-        help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used",
+        help="a checkpoint, or a folder or s3:// URL of several, whose newest complete one is used; or a folder of "
+        "Hugging Face weights",
+    )
+    parser.add_argument(
+        "--adapter",
+        type=Path,
+        metavar="FOLDER",
+        help="low-rank adapters in the format of PEFT, which are merged into the weights",
     )
     parser.add_argument(
         "--device", type=_device, help="such as cuda:1; default: a GPU if there is one, otherwise the CPU"
@@ -59,9 +67,18 @@ def loaded(options: argparse.Namespace) -> tuple[LoadedModel, TextTokens]:
     device = options.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     gpu.use(device)
     dtype = DTYPES[options.dtype] if options.dtype else torch.bfloat16 if device.type == "cuda" else torch.float32
-    checkpoint = checkpoint_at(options.checkpoint)
-    model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype)
+    checkpoint = checkpoint_of(options)
+    if checkpoint is None:
+        model = LoadedModel.of_weights(spec_of_weights(options.checkpoint), device, dtype, options.adapter)
+    else:
+        model, _ = LoadedModel.of_checkpoint(checkpoint, device, dtype, options.adapter)
     return model, text_tokens_of(model.spec, checkpoint)
+
+
+def checkpoint_of(options: argparse.Namespace) -> Location | None:
+    """The requested checkpoint; None if a folder of Hugging Face weights is requested. Raises CheckpointError."""
+    place: Location = options.checkpoint
+    return None if isinstance(place, Path) and (place / CONFIG).is_file() else checkpoint_at(place)
 
 
 def run(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:

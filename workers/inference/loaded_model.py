@@ -11,6 +11,8 @@ import torch
 
 from manta.workers.checkpoint.catalog import Manifest, manifest_of, while_read
 from manta.workers.checkpoint.durable import Rectangle, load
+from manta.workers.checkpoint.opening import read_contents
+from manta.workers.checkpoint.stored_rows import StoredRows
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import DataConfig, JobSpec, ParallelConfig
@@ -24,14 +26,20 @@ from manta.workers.data.tokenizer import (
     tokenizer_path,
     tokens_around,
 )
-from manta.workers.errors import DataError
+from manta.workers.errors import DataError, WeightsError
 from manta.workers.model.stage import Chunk, ModelStage
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCache
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.shards import NamedShard
 from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
+from manta.workers.weights.adapters import add, peft_adapters, stored_adapters
+from manta.workers.weights.config import read_config, shape_of
+
+LONGEST = 4096
+"""Most tokens at a time for a folder of weights, whose training is not known."""
 
 
 class LoadedModel:
@@ -39,7 +47,8 @@ class LoadedModel:
 
     def __init__(self, spec: JobSpec, device: torch.device):
         """A model of the shape of `spec`; its weights are not set yet."""
-        self.spec = spec.model_copy(update={"parallel": ParallelConfig()})
+        train = spec.train.model_copy(update={"lora": None})
+        self.spec = spec.model_copy(update={"parallel": ParallelConfig(), "train": train})
         with torch.device(device):
             self._stage = ModelStage(self.spec, Comm(RankGrid(self.spec.layout), 0, device))
         self._stage.requires_grad_(False)
@@ -49,12 +58,23 @@ class LoadedModel:
 
     @classmethod
     def of_checkpoint(
-        cls, checkpoint: Location, device: torch.device, dtype: torch.dtype = torch.float32
+        cls,
+        checkpoint: Location,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        adapter: Path | None = None,
     ) -> tuple[LoadedModel, Manifest]:
         """The model that `checkpoint` holds, in `dtype`, and the checkpoint's manifest. Only the weights are read.
+        Adapters, its own or those in the folder `adapter`, are merged into them in fp32.
 
-        Raises CheckpointError, and SpecError if this release does not understand the checkpoint's job."""
-        model = cls(parse_job_spec(manifest_of(checkpoint).spec), device)
+        Raises CheckpointError, WeightsError if an adapter does not fit, and SpecError if this release does not
+        understand the checkpoint's job."""
+        spec = parse_job_spec(manifest_of(checkpoint).spec)
+        if adapter is not None and spec.train.lora is not None:
+            raise WeightsError(
+                f"{checkpoint} has adapters of its own: leave out --adapter, or name the weights that they are beside"
+            )
+        model = cls(spec, device)
         shards = model.named_shards()
         rectangles, length = [], 0
         for shard in shards:
@@ -63,10 +83,32 @@ class LoadedModel:
             length += shard.parameter.numel()
         with while_read(checkpoint):
             manifest, parts = load(str(checkpoint), {"model": rectangles}, {"model": length})
-        for shard, rectangle in zip(shards, rectangles, strict=True):
-            shard.parameter.data = rectangle.view(parts["model"]).to(device, dtype)
+            with StoredRows(checkpoint, manifest, read_contents(checkpoint, manifest)) as rows:
+                merger = stored_adapters(spec, rows) if adapter is None else peft_adapters(adapter, spec.model)
+                for shard, rectangle in zip(shards, rectangles, strict=True):
+                    values = rectangle.view(parts["model"])
+                    add(merger.adapters_of(shard.name), 0, values.numpy())
+                    shard.parameter.data = values.to(device, dtype)
         model.tie()
         return model, manifest
+
+    @classmethod
+    def of_weights(
+        cls, spec: JobSpec, device: torch.device, dtype: torch.dtype = torch.float32, adapter: Path | None = None
+    ) -> LoadedModel:
+        """The model that a job begins with (`model.from`), in `dtype`; adapters in the folder `adapter` are merged into
+        its weights in fp32. Raises WeightsError."""
+        from manta.workers.weights.reading import Weights  # only these need safetensors
+
+        model, weights = cls(spec, device), Weights(spec)
+        merger = None if adapter is None else peft_adapters(adapter, spec.model)
+        for shard in model.named_shards():
+            values = torch.empty(shard.parameter.shape)
+            weights.fill(shard, values)
+            add(merger.adapters_of(shard.name) if merger is not None else (), 0, values.numpy())
+            shard.parameter.data = values.to(device, dtype)
+        model.tie()
+        return model
 
     def named_shards(self) -> list[NamedShard]:
         """All parameters with their names, each of them whole."""
@@ -100,6 +142,16 @@ class LoadedModel:
         return logits_sbv.transpose(0, 1)[..., : self.spec.vocabulary_size]
 
 
+def spec_of_weights(folder: Path) -> JobSpec:
+    """What a job would say that began with a folder of Hugging Face weights, and its tokenizer. Raises WeightsError,
+    SpecError."""
+    length = min(shape_of(read_config(folder)).positions, LONGEST)
+    data = {"source": "text", "paths": [str(folder)], "tokenizer": str(folder)}
+    model = {"from": str(folder), "sequence_length": length}
+    document = {"model": model, "data": data, "train": {"steps": 1, "global_batch_size": 1}}
+    return with_vocabulary(parse_job_spec(with_shape_of_weights(document)))
+
+
 class TextTokens:
     """A tokenizer for single texts, in both directions."""
 
@@ -122,19 +174,24 @@ class TextTokens:
         return self._tokenizer.decode(tokens)
 
 
-def text_tokens_of(spec: JobSpec, checkpoint: Location) -> TextTokens:
-    """The tokenizer that a job was trained with: the one stored with the record of its corpus, otherwise the file that
-    its spec names. Raises DataError if there is none."""
+def text_tokens_of(spec: JobSpec, checkpoint: Location | None) -> TextTokens:
+    """The tokenizer that a job was trained with: the one stored with the record of its corpus, beside its `checkpoint`
+    if it has one, otherwise the file that its spec names. Raises DataError if there is none."""
     data = spec.data
     if data.tokenizer == "bytes" and data.source != "megatron":
         return TextTokens(open_tokenizer(data))
-    for folder in (checkpoint.parent, checkpoint.parent.parent):  # of the engine alone; of a job of the service
+    for folder in folders_of_records(checkpoint):
         with contextlib.suppress(OSError):
             content = files_of(folder).read(folder / FILE_NAME)
             return _of_file(data, str(folder / FILE_NAME), content)
     if data.tokenizer_file is None:
         raise DataError(f"the tokenizer of this job is not kept next to {checkpoint}: there is no {FILE_NAME}")
     return _of_file(data, tokenizer_path(data.tokenizer_file))
+
+
+def folders_of_records(checkpoint: Location | None) -> tuple[Location, ...]:
+    """Where the records of a job's corpus may be: of the engine alone, and of a job of the service."""
+    return () if checkpoint is None else (checkpoint.parent, checkpoint.parent.parent)
 
 
 def _of_file(data: DataConfig, path: str | Path, content: bytes | None = None) -> TextTokens:

@@ -206,12 +206,14 @@ class NodeDaemon:
         root = self._paths.snapshot_root
         return sorted({*self._stores, *(folder.name for folder in (root.iterdir() if root.is_dir() else []))})
 
-    async def check_data(self, spec: JsonObject, roots: list[str] | None) -> str | None:
+    async def check_data(self, spec: JsonObject, roots: list[str] | None, begins: bool = True) -> str | None:
         """Why the job `spec` cannot be trained on its corpus here, in a sentence; None if it can, or if that is not
-        known now. `roots`: folders below which jobs may read; None: anywhere."""
+        known now. `roots`: folders below which jobs may read; None: anywhere. `begins`: whether it has no checkpoint,
+        and needs its initial weights."""
         allowed = DataRoots(None if roots is None else tuple(map(Path, roots)))
         try:
-            look = in_daemon_thread("data of a job", partial(allowed.problem_of_data, JobSpec.model_validate(spec)))
+            wanted = JobSpec.model_validate(spec)
+            look = in_daemon_thread("data of a job", partial(allowed.problem_of_data, wanted, begins))
             return await asyncio.wrap_future(look)
         except MantaError as error:
             return str(error)

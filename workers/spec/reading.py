@@ -102,12 +102,16 @@ def document_in(text: str, name: str, folder: Path) -> Any:
 
 
 def with_absolute_paths(document: Any, folder: Path) -> Any:
-    """`document`, a JobSpec, with relative paths of data, tokenizer, template and weights resolved against `folder`."""
+    """`document`, a JobSpec, with relative paths of data, tokenizer, template, weights and adapter resolved
+    against `folder`."""
     if not isinstance(document, dict):
         return document
     model, data = document.get("model"), document.get("data")
     if isinstance(model, dict) and "from" in model:
         document = {**document, "model": {**model, "from": _absolute(model["from"], folder)}}
+    train = document.get("train")
+    if isinstance(train, dict) and isinstance(lora := train.get("lora"), dict) and "from" in lora:
+        document = {**document, "train": {**train, "lora": {**lora, "from": _absolute(lora["from"], folder)}}}
     if isinstance(data, dict):
         data = _with_absolute_files(data, folder)
         if isinstance(data.get("validation"), list):

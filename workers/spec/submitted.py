@@ -10,32 +10,72 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec, LoraConfig, ModelConfig
 from manta.workers.config.train import MIN_LEARNING_RATE
 from manta.workers.data.read_errors import at_submission
 from manta.workers.data.roots import ANYWHERE, DataRoots
 from manta.workers.data.sources import check_tokenizer
 from manta.workers.data.tokenizer import file_tokenizer, tokenizer_path
 from manta.workers.errors import DataError, DataUnreadable, WeightsError
+from manta.workers.spec.layer_table import lora_targets
 from manta.workers.spec.problems import Problem, SpecError
 from manta.workers.spec.rules import find_problems
-from manta.workers.weights.config import CONFIG, Shape, read_config, shape_of
+from manta.workers.weights.config import ADAPTER_CONFIG, CONFIG, Shape, read_config, shape_of
+from manta.workers.weights.folder import ADAPTER
+from manta.workers.weights.peft import adapter_of
 
 _MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Errors in reading a file that another machine, or another user, may not have."""
 
 
+ADAPTER_FROM = "train.lora.from"
 FINE_TUNING_RATE, ADAPTER_RATE = 1.0e-5, 2.0e-4
 """Defaults of `train.optimizer.learning_rate` for jobs that begin with weights: that train these, or only adapters."""
 
 
+def names_weights(document: Any) -> bool:
+    """Whether `document`, a JobSpec as submitted, names a folder of weights, or of an adapter, to begin with."""
+    if not isinstance(document, dict):
+        return False
+    model, train = document.get("model"), document.get("train")
+    lora = train.get("lora") if isinstance(train, dict) else None
+    return any(isinstance(section, dict) and "from" in section for section in (model, lora))
+
+
 def with_shape_of_weights(document: Any, roots: DataRoots = ANYWHERE) -> Any:
     """`document`, a JobSpec as submitted, with a complete section `model` and learning rates if it names a folder of
-    weights; otherwise unchanged. Only config.json is read, which has to be below the `roots`.
+    weights; otherwise unchanged. Of weights only config.json is read, of an adapter that training begins with the
+    configuration and the names and shapes of tensors; both have to be below the `roots`.
 
-    Raises SpecError: the folder may not be read, or contains a model that cannot be trained or that differs from the
-    other keys.
+    Raises SpecError: a folder may not be read, or contains a model that cannot be trained or that differs from the
+    other keys, or an adapter that does not fit.
     """
+    completed = _with_shape(document, roots)
+    _check_adapter(completed, roots)
+    return completed
+
+
+def _check_adapter(document: Any, roots: DataRoots) -> None:
+    """Raise SpecError unless the adapter that a job begins with, if any, fits it; of sections that are not valid, which
+    is reported later, nothing is known."""
+    try:
+        model = ModelConfig.model_validate(document["model"])
+        lora = LoraConfig.model_validate(document["train"]["lora"])
+    except (ValidationError, LookupError, TypeError):
+        return
+    if lora.from_ is None or not model.is_counted or set(lora.targets or ()) - set(lora_targets(model)):
+        return
+    files = (f"{lora.from_}/{name}" for name in (ADAPTER_CONFIG, ADAPTER))
+    outside = [problem for file in files if (problem := roots.problem(ADAPTER_FROM, file)) is not None]
+    if outside:
+        raise SpecError(outside[:1])
+    try:
+        adapter_of(model, lora)
+    except WeightsError as error:
+        raise SpecError([Problem(ADAPTER_FROM, at_submission(error))]) from error
+
+
+def _with_shape(document: Any, roots: DataRoots) -> Any:
     model = document.get("model") if isinstance(document, dict) else None
     folder = model.get("from") if isinstance(model, dict) else None
     if model is None or not isinstance(folder, str) or not folder:

@@ -22,6 +22,7 @@ from manta.workers.engine import Engine
 from manta.workers.errors import CheckpointNotSaved
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.state import FROZEN, MODEL, same_state
+from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import fingerprint, layout_tag, remove_other_layouts
 from manta.workers.snapshot.interval import SnapshotInterval
@@ -29,10 +30,13 @@ from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
 from manta.workers.snapshot.snapshots import NoSnapshots, Snapshots
+from manta.workers.spec.parameters import is_adapter
 from manta.workers.storage.locations import Location
 from manta.workers.training.bad_numbers import BadStep, NumericsHistory, RollBack
 from manta.workers.training.number_guard import NumberGuard
 from manta.workers.training.reporter import Reporter, announce, named_samples, sample_data
+from manta.workers.weights.initial_record import FILE_NAME as WEIGHTS_RECORD
+from manta.workers.weights.initial_record import check_unchanged
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,10 @@ class StatePaths:
 
 
 NO_PATHS = StatePaths()
+
+
+Fill = Callable[[NamedShard, torch.Tensor], None]
+"""Puts initial values of a rank's part of a parameter into memory of its shape."""
 
 
 class RankState:
@@ -180,13 +188,25 @@ class RankState:
 
     def _begin(self) -> None:
         """The state before the first step. Raises WeightsError."""
-        if self.spec.model.from_ is None:
-            self.engine.initialise(self.spec.train.seed)
-        else:
-            # Imported here, since only these jobs need safetensors, which bare GPU images lack.
+        spec, lora, record = self.spec, self.spec.train.lora, self._paths.corpus_record
+        if self.comm.rank == 0 and record is not None:
+            check_unchanged(spec, record.parent / WEIGHTS_RECORD)
+        fill_weights: Fill = partial(fill_initial, seed=spec.train.seed)
+        fill_adapters = fill_weights
+        # Imported here, since only these jobs need safetensors, which bare GPU images lack.
+        if spec.model.from_ is not None:
             from manta.workers.weights.reading import Weights
 
-            self.engine.begin_with(Weights(self.spec, self.comm.progress.moved).fill)
+            fill_weights = Weights(spec, self.comm.progress.moved).fill
+        if lora is not None and lora.from_ is not None:
+            from manta.workers.weights.reading import initial_adapter
+
+            fill_adapters = initial_adapter(spec, lora)
+
+        def fill(entry: NamedShard, part: torch.Tensor) -> None:
+            (fill_adapters if is_adapter(entry.name) else fill_weights)(entry, part)
+
+        self.engine.begin_with(fill)
 
     def _resend_rows(self, rows: list[dict[str, Any]]) -> None:
         """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""

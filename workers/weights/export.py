@@ -22,25 +22,34 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy
 
 from manta.workers.checkpoint.archives import ITEM_BYTES
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, while_read
 from manta.workers.checkpoint.contents import Contents
 from manta.workers.checkpoint.opening import read_contents
-from manta.workers.config import JobSpec
+from manta.workers.checkpoint.stored_rows import RAW, StoredRows
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.errors import CheckpointError, MantaError, WeightsError
 from manta.workers.interruption import cleaning_up_when_terminated
+from manta.workers.spec.parameters import is_adapter
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import Location, parse_location
+from manta.workers.weights.adapters import stored_adapters, stored_matrix
 from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
-from manta.workers.weights.folder import INDEX, NewFiles, index_of, plan_files, write_text
+from manta.workers.weights.config import ADAPTER_CONFIG, huggingface_config
+from manta.workers.weights.folder import ADAPTER, INDEX, NewFiles, index_of, plan_files, write_text
 from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, huggingface_tensors, unchanged
-from manta.workers.weights.stream_out import DTYPES, Source, write_tensors
+from manta.workers.weights.peft import config_of, new_modules
+from manta.workers.weights.stream_out import DTYPES, Source, cast, write_tensors
 
 SHARD_BYTES = 5 * 10**9
 SPEC = "job.json"
@@ -59,10 +68,22 @@ class Exported:
     """Size of the tensors."""
     dtype: str
 
+    rounding: float | None = None
+    """Largest absolute difference between an element of a weight with its adapter merged, in fp32, and what was
+    written; None: no adapter was merged."""
+
     def to_json(self, target: Path) -> dict[str, object]:
         """What the command prints for programs about weights that were written to `target`."""
         about = {"step": self.manifest.step, "files": self.files, "bytes": self.bytes, "dtype": self.dtype}
+        about |= {} if self.rounding is None else {"rounding": self.rounding}
         return {"path": str(target), "job": self.manifest.job, "generation": self.manifest.generation, **about}
+
+    @property
+    def sentence(self) -> str:
+        """What a user has to know about merged weights; empty if there are none."""
+        if self.rounding is None:
+            return ""
+        return f"; adapters are merged, and the largest rounding of a merged weight is {self.rounding:.2g}"
 
 
 def export(
@@ -73,34 +94,49 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], object] = lambda done, of: None,
 ) -> Exported:
-    """Write the weights of the `checkpoint` (folder or URL) to `target`, which must not exist yet.
+    """Write the weights of the `checkpoint` (folder or URL) to `target`, which must not exist yet. Adapters are merged,
+    or written alone.
 
-    `dtype`: default: that of the weights that the job began with, otherwise fp32. `progress` is called with how many
-    bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError if transformers
-    has no such model or a number does not fit the dtype, OSError.
+    `dtype`: default: that of the weights that the job began with, otherwise fp32, as for adapters. `progress` is called
+    with how many bytes of how many are written. Raises CheckpointError if the checkpoint cannot be read, WeightsError
+    if transformers has no such model, a number does not fit the dtype, or there are no adapters, OSError.
     """
     location = parse_location(checkpoint)
     manifest = manifest_of(location)
+    spec = _spec_of(location, manifest)
     with while_read(location):
-        return _export(location, manifest, target, to, dtype, shard_bytes, progress)
+        source = Source(location, manifest, read_contents(location, manifest))
+        if to == "adapter":
+            return _export_adapter(source, spec, target, DTYPES[dtype or "fp32"])
+        return _export(source, spec, target, to, dtype, shard_bytes, progress)
+
+
+def _export_adapter(source: Source, spec: JobSpec, target: Path, dtype: str) -> Exported:
+    lora, job = spec.train.lora, source.manifest.job
+    if lora is None:
+        raise WeightsError(f"{job} has no adapters (train.lora): export its weights in another format")
+    with new_folder(target) as folder, source.rows() as rows:
+        size = _write_adapter(spec, lora, rows, dtype, folder)
+    return Exported(source.manifest, 1, size, dtype)
 
 
 def _export(
-    location: Location,
-    manifest: Manifest,
+    source: Source,
+    with_adapters: JobSpec,
     target: Path,
     to: Format,
     dtype: Dtype | None,
     shard_bytes: int,
     progress: Callable[[int, int], object],
 ) -> Exported:
-    spec = _spec_of(location, manifest)
+    location, manifest = source.location, source.manifest
+    spec = with_adapters.model_copy(update={"train": with_adapters.train.model_copy(update={"lora": None})})
     named = DTYPES[dtype] if dtype is not None else _source_dtype(spec)
-    source = Source(location, manifest, read_contents(location, manifest))
     if to == "hf":
         texts, tensors = companion_files(spec, named, location), huggingface_tensors(spec)
     else:
-        texts, tensors = {SPEC: json.dumps(manifest.spec, indent=2) + "\n"}, _our_tensors(source.contents)
+        merged = {**manifest.spec, "train": {**manifest.spec["train"], "lora": None}}
+        texts, tensors = {SPEC: _json(merged)}, _our_tensors(source.contents)
     files = plan_files(tensors, named, shard_bytes)
     if len(files) > 1:
         texts[INDEX] = index_of(files, named)
@@ -114,12 +150,50 @@ def _export(
 
     with new_folder(target) as folder:
         with NewFiles(folder, files, named, wrote) as new:
-            write_tensors(source, tensors, named, new, len(os.sched_getaffinity(0)))
+            adapters, processors = partial(stored_adapters, with_adapters), len(os.sched_getaffinity(0))
+            rounding = write_tensors(source, tensors, named, new, processors, adapters)
         for name, text in texts.items():
             write_text(folder / name, text)
         if to == "hf":
             add_tokenizer(spec, location, folder)
-    return Exported(manifest, len(files), size, named)
+    return Exported(manifest, len(files), size, named, None if with_adapters.train.lora is None else rounding)
+
+
+def _write_adapter(spec: JobSpec, lora: LoraConfig, rows: StoredRows, dtype: str, folder: Path) -> int:
+    """Write the adapters of a checkpoint into `folder`, cast to `dtype` (as torch calls it), in the format of PEFT;
+    returns their size in bytes. Raises CheckpointError, WeightsError if transformers has no such model, OSError."""
+    huggingface_config(spec, dtype)  # whether there is one
+    modules, tensors = new_modules(spec.model, lora), []
+    for each in modules:
+        rank, height = len(each.adapted) * lora.rank, sum(each.module.matrices.values())
+        tensors.append(HuggingFaceTensor(each.name("A"), (rank, each.module.columns), ()))
+        tensors.append(HuggingFaceTensor(each.name("B"), (height, rank), ()))
+    with NewFiles(folder, {ADAPTER: tensors}, dtype) as new:
+        for each in modules:
+            for end, values in zip("AB", _together(rows, each.module.matrices, each.adapted, lora.rank), strict=True):
+                written = numpy.empty(values.shape, RAW[dtype])
+                cast(values, "float32", written, dtype)
+                new.write(each.name(end), 0, written.data)
+    write_text(folder / ADAPTER_CONFIG, _json(config_of(spec, lora)))
+    return sum(math.prod(tensor.shape) for tensor in tensors) * numpy.dtype(RAW[dtype]).itemsize
+
+
+def _together(
+    rows: StoredRows, matrices: Mapping[str, int], adapted: Sequence[str], rank: int
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """A and B of one layer of theirs, of the adapters that are ours."""
+    a = numpy.concatenate([stored_matrix(rows, f"{matrix}.lora_a") for matrix in adapted])
+    b, at = numpy.zeros((sum(matrices.values()), len(a)), numpy.float32), 0
+    for matrix, height in matrices.items():
+        if matrix in adapted:
+            place = adapted.index(matrix) * rank
+            b[at : at + height, place : place + rank] = stored_matrix(rows, f"{matrix}.lora_b")
+        at += height
+    return a, b
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def _spec_of(checkpoint: Location, manifest: Manifest) -> JobSpec:
@@ -137,7 +211,8 @@ def _source_dtype(spec: JobSpec) -> str:
 
 
 def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
-    names = [name for name in contents.tensors if name.startswith("model.")]
+    """All parameters but those of adapters, which are merged."""
+    names = [name for name in contents.tensors if name.startswith("model.") and not is_adapter(name)]
     shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
     return [unchanged(name, name, *shape) for name, shape in shapes.items()]
 
@@ -225,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--to", type=Path, required=True, metavar="FOLDER", help="folder to create; it must not exist yet"
     )
-    parser.add_argument("--format", choices=("hf", "safetensors"), default="hf")
+    parser.add_argument("--format", choices=("hf", "safetensors", "adapter"), default="hf")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="default: that of the weights that the job started from, or fp32"
     )
@@ -250,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(done.to_json(target)))
     else:
         what = f"{done.files} files, {done.bytes} bytes, {done.dtype}"
-        print(f"exported the weights of step {done.manifest.step} to {target}: {what}")
+        print(f"exported the weights of step {done.manifest.step} to {target}: {what}{done.sentence}")
     return 0
 
 

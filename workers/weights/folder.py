@@ -139,17 +139,20 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
 def _check_tied(output: FileTensor, tokens: FileTensor) -> None:
     """Raise WeightsError if the file's output layer, which is not read, is not the table of tokens: samples of their
     bytes are compared."""
-    if (output.shape, output.dtype) != (tokens.shape, tokens.dtype) or _samples(output) != _samples(tokens):
+    if (output.shape, output.dtype) != (tokens.shape, tokens.dtype) or samples_of(output) != samples_of(tokens):
         raise WeightsError(
             f"{output.file}: {output.name} is not {tokens.name}, but config.json says that they are one: set "
             "tie_word_embeddings to false there to train both, or leave out the former"
         )
 
 
-def _samples(tensor: FileTensor) -> list[bytes]:
-    """Bytes of the tensor at even distances, from its first to its last."""
+_SAMPLES, _SAMPLE_BYTES = 64, 64
+
+
+def samples_of(tensor: FileTensor, count: int = _SAMPLES) -> list[bytes]:
+    """Bytes of the tensor at even distances, from its first to its last. Raises WeightsError."""
     size = math.prod(tensor.shape) * BYTES.get(tensor.dtype, 0)
-    starts = [max(0, size - _SAMPLE_BYTES) * n // (_SAMPLES - 1) for n in range(_SAMPLES)]
+    starts = [max(0, size - _SAMPLE_BYTES) * n // (count - 1) for n in range(count)]
     try:
         with open_regular(tensor.file) as file:
             return [os.pread(file.fileno(), _SAMPLE_BYTES, tensor.first + start) for start in starts]
@@ -157,7 +160,6 @@ def _samples(tensor: FileTensor) -> list[bytes]:
         raise weights_error(tensor.file, error) from error
 
 
-_SAMPLES, _SAMPLE_BYTES = 64, 64
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Endings of names of tensors that older releases of transformers saved and that are not needed."""
 
@@ -181,7 +183,7 @@ def read_headers(folder: Path) -> dict[str, FileTensor]:
     index names something that is missing."""
     tensors: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        for tensor in _header(file):
+        for tensor in header_of(file):
             if tensor.name in tensors:
                 raise WeightsError(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {file}")
             tensors[tensor.name] = tensor
@@ -208,7 +210,8 @@ def _weight_map(index: Path) -> dict[str, Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[FileTensor]:
+def header_of(file: Path) -> Iterator[FileTensor]:
+    """The tensors of a safetensors file. Raises WeightsError if it is truncated or something else."""
     try:
         refuse_pointer(file)
         with open_regular(file) as stream:

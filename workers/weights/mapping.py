@@ -15,8 +15,9 @@ from typing import Literal
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.spec.layer_table import layer_table
 
-Format = Literal["hf", "safetensors"]
-"""Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names."""
+Format = Literal["hf", "safetensors", "adapter"]
+"""Format of exported weights. hf: what transformers reads; safetensors: our tensors with our names; adapter: low-rank
+adapters alone, in the format of PEFT."""
 Dtype = Literal["fp32", "bf16", "fp16"]
 """Dtype of exported weights."""
 
@@ -117,6 +118,40 @@ _GPT2: _Groups = (
     {"mlp.c_fc": ("mlp.up",)},
     {"mlp.c_proj": ("mlp.down",)},
 )
+
+
+@dataclass(frozen=True)
+class LinearModule:
+    """A linear layer of transformers' model, which may be several logical matrices of ours."""
+
+    name: str
+    matrices: dict[str, int]
+    """The rows of each logical matrix, by its name in the whole model, in the order in which theirs has them."""
+    columns: int
+
+
+def linear_modules(model: ModelConfig) -> list[LinearModule]:
+    """The linear layers of all layers, in the model's order, in our orientation: [rows, columns]."""
+    groups, them = (_GPT2, "transformer.h") if model.family == "gpt" else (_LLAMA, "model.layers")
+    known, modules = layer_table(model).logical_matrices, []
+    for layer, group in product(range(model.layers), groups):
+        for name, sources in group.items():
+            if sources[0] in known and not known[sources[0]][0].is_vector:
+                rows = {f"layers.{layer}.{each}": known[each][1].length * known[each][1].blocks for each in sources}
+                modules.append(LinearModule(f"{them}.{layer}.{name}", rows, known[sources[0]][0].columns))
+    return modules
+
+
+def pieces_of(model: ModelConfig) -> dict[str, list[tuple[str, Piece]]]:
+    """For the weight of each linear layer, by its name, the logical matrices that it has, by theirs, and their rows."""
+    pieces: dict[str, list[tuple[str, Piece]]] = {}
+    for layer in range(model.layers):
+        for name, (weight, part) in layer_table(model, 1, layer).logical_matrices.items():
+            if not weight.is_vector:
+                ours = f"layers.{layer}.{weight.name}.weight"
+                piece = Piece(0, ours, part.first, part.length, part.stride, part.blocks)
+                pieces.setdefault(ours, []).append((f"layers.{layer}.{name}", piece))
+    return pieces
 
 
 def _of_layer(model: ModelConfig, layer: int, groups: _Groups, them: str, is_gpt2: bool) -> Iterator[HuggingFaceTensor]:

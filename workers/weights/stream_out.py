@@ -7,7 +7,7 @@ the checkpoint, from beginning to end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from manta.workers.checkpoint.contents import Contents, StoredTensor
 from manta.workers.checkpoint.stored_rows import RAW, StoredRows, in_file_order, peak_memory, rows_and_columns
 from manta.workers.errors import CheckpointError, WeightsError
 from manta.workers.storage.locations import Location
+from manta.workers.weights.adapters import Merger, add
 from manta.workers.weights.folder import NewFiles
 from manta.workers.weights.mapping import HuggingFaceTensor, Piece, uses_of
 
@@ -51,11 +52,21 @@ class Source:
             raise CheckpointError(f"the checkpoint at {self.location} has no {name}")
         return self.contents.tensors[f"model.{name}"]
 
+    def rows(self) -> StoredRows:
+        """A reader of its rows, for one thread."""
+        return StoredRows(self.location, self.manifest, self.contents)
+
 
 def write_tensors(
-    source: Source, tensors: Sequence[HuggingFaceTensor], dtype: str, files: NewFiles, processors: int
-) -> None:
-    """Write `tensors`, made of the checkpoint's parameters and cast to `dtype` (as torch calls it), into `files`.
+    source: Source,
+    tensors: Sequence[HuggingFaceTensor],
+    dtype: str,
+    files: NewFiles,
+    processors: int,
+    adapters: Callable[[StoredRows], Merger],
+) -> float:
+    """Write `tensors`, made of the checkpoint's parameters with `adapters` merged in fp32, and then cast to `dtype` (as
+    torch calls it), into `files`. Returns the largest absolute rounding of an element of what is merged.
 
     `processors`: how many there are. Raises CheckpointError, WeightsError, OSError.
     """
@@ -67,19 +78,20 @@ def write_tensors(
     threads = threads_for(stored.values(), processors)
     stop = threading.Event()
 
-    def work(part: Sequence[str]) -> None:
+    def work(part: Sequence[str]) -> float:
         try:
-            with StoredRows(source.location, source.manifest, source.contents) as rows:
-                for name in part:
-                    _write(rows, name, stored[name], uses[name], dtype, files, stop)
+            with source.rows() as rows, source.rows() as others:
+                merger = adapters(others)
+                out = (_write(rows, name, stored[name], uses[name], dtype, files, stop, merger) for name in part)
+                return max(out, default=0.0)
         except BaseException:
             stop.set()
             raise
 
     with ThreadPoolExecutor(threads, "export") as pool:
         try:
-            for done in [pool.submit(work, part) for part in _shares(names, stored, threads)]:
-                done.result()
+            begun = [pool.submit(work, part) for part in _shares(names, stored, threads)]
+            return max(done.result() for done in begun)
         except BaseException:
             stop.set()  # also if the wait is interrupted
             raise
@@ -122,28 +134,38 @@ def _write(
     dtype: str,
     files: NewFiles,
     stop: threading.Event,
-) -> None:
-    """Everything that is made of one parameter."""
+    merger: Merger,
+) -> float:
+    """Everything that is made of one parameter. Returns the largest rounding, if an adapter was merged into it."""
+    adapters, rounding = merger.adapters_of(name), 0.0
     height, columns = rows_and_columns(stored.shape)
     step = max(1, BAND_BYTES // (columns * ITEM_BYTES[stored.dtype]))
     if any(tensor.transposed for tensor, _ in parts):
         step = height  # each of their rows contains something of each of ours
     band = numpy.empty((min(step, height), columns), RAW[dtype])
+    exact = numpy.empty(band.shape, numpy.float32) if adapters else band
+    read_as = "float32" if adapters else dtype
     for first in range(0, height, step):
         if stop.is_set():
-            return
+            return rounding
         end = min(first + step, height)
-        for part in rows.read(f"model.{name}", first, end):
-            try:
-                cast(part.values, stored.dtype, band[part.rows, part.columns], dtype)
-            except TooLarge as error:
-                names = " or ".join(tensor.name for tensor, _ in parts)
-                raise WeightsError(f"{names} has {error}, which fp16 cannot represent: use bf16 or fp32") from error
+        try:
+            for part in rows.read(f"model.{name}", first, end):
+                cast(part.values, stored.dtype, exact[part.rows, part.columns], read_as)
+            if adapters:
+                merged, cut = exact[: end - first], band[: end - first]
+                add(adapters, first, merged)
+                cast(merged, "float32", cut, dtype)
+                rounding = max(rounding, float(numpy.abs(_single(cut, dtype) - merged).max()))
+        except TooLarge as error:
+            names = " or ".join(tensor.name for tensor, _ in parts)
+            raise WeightsError(f"{names} has {error}, which fp16 cannot represent: use bf16 or fp32") from error
         for tensor, piece in parts:
             if not tensor.transposed:
                 _write_rows(band, first, end, tensor, piece, files)
     for tensor in dict.fromkeys(tensor for tensor, _ in parts if tensor.transposed):
         _write_transposed(band, tensor, files)
+    return rounding
 
 
 def _write_rows(

@@ -69,7 +69,8 @@ def test_verify_takes_the_newest_complete_checkpoint_of_a_job_or_that_of_a_step(
     newest = checkpoint_path(folder, 20, 2)
     assert manta("checkpoints", "verify", job).replace("\n", "") == (f"{newest} is intact: step 20, 1 file, 20 B")
     assert json.loads(manta("checkpoints", "verify", job, "--step", 10, "--json")) == {
-        "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "job": "j",
+        "path": str(checkpoint_path(folder, 10, 1)), "step": 10, "generation": 1, "bytes": 10, "frozen_bytes": 0,
+        "job": "j",
     }  # fmt: skip
     sentence = f"{job} has no complete checkpoint of step 30; it has those of steps 10, 20"
     assert sentence in manta("checkpoints", "verify", job, "--step", 30, code=2)
@@ -165,7 +166,7 @@ def test_export_writes_what_a_person_means_unless_a_folder_is_given(manta, job, 
     monkeypatch.setattr(
         commands, "manifest_of", lambda at: replace(read(at), spec={"name": "small", "model": {"family": family}})
     )
-    monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format.value, to))
+    monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format, to))
     monkeypatch.setattr(commands, "_copy", lambda source, target, as_json: made(None, str(target)))
     manta("export", job, *given)
     assert made.mock_calls == [call(*written)]

@@ -8,6 +8,7 @@ import pytest
 
 from manta.service.control import data_checks
 from manta.service.control.scheduler import Scheduler
+from manta.service.store.checkpoints import begin, complete
 from manta.workers.data import roots
 from tests.service.support.queue import LARGE, has, job_now
 from tests.service.support.waiting import reached
@@ -65,7 +66,7 @@ async def test_unresponsive_data_delays_its_job_and_briefly_the_queue(
     """What a node is asked may take a minute, and the next node is asked then."""
     slow, fine, node_answers = submit(data=AWAY), submit(), asyncio.Event()
 
-    async def problem(spec, folders):
+    async def problem(spec, folders, begins):
         if spec["data"]["paths"]:
             await node_answers.wait()
 
@@ -104,19 +105,28 @@ def test_corpus_is_checked_on_the_nodes_where_ranks_will_run(store, submit, look
     bad, good, later = (submit(name=name, data=paths) for name in ("bad", "good", "later"))
     asked = []
 
-    async def problem(spec, folders):
-        asked.append((spec["name"], spec["data"]["paths"], folders))
+    async def problem(spec, folders, begins):
+        asked.append((spec["name"], spec["data"]["paths"], folders, begins))
         return "it is empty" if spec["name"] == "bad" else None
 
     cluster.daemons.problem_of_data = problem
     assert [job for job, _ in look()] == [good.id, later.id]
-    assert asked[0] == ("bad", ["/on/the/nodes/only"], None)
+    assert asked[0] == ("bad", ["/on/the/nodes/only"], None, True)
     assert (job_now(store, bad).state, job_now(store, bad).message) == ("FAILED", "it is empty")
+
+
+def test_initial_weights_of_a_job_with_a_checkpoint_are_not_needed_any_more(store, submit, look, monkeypatch):
+    looked = []
+    monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec, begins: looked.append((spec.name, begins)))
+    saved, new = submit(name="saved"), submit(name="new")
+    store.write(lambda session: complete(session, begin(session, saved.id, 0, 5, "/path").id, 100))
+    assert len(look()) == 2
+    assert sorted(looked) == [("new", True), ("saved", False)] and new
 
 
 def test_data_of_a_waiting_job_is_checked_once_and_again_before_placement(store, submit, cluster, nodes, monkeypatch):
     looked, placed = [], []
-    monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec: looked.append(spec.layout.data))
+    monkeypatch.setattr(roots.DataRoots, "check", lambda self, spec, begins: looked.append(spec.layout.data))
     never, later = submit(parallel={"data": 12}, train=LARGE), submit(parallel={"data": 2})
     scheduler = Scheduler(store, cluster, lambda job, generation: placed.append(job.id))
     has(nodes, 8, free=0)

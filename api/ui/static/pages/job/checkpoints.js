@@ -98,6 +98,7 @@ export function create({ id, viewer, refreshNow }) {
       [
         ["hf", "Hugging Face"],
         ["safetensors", "safetensors only"],
+        ...(job.spec.train?.lora ? [["adapter", "adapter only (PEFT)"]] : []),
       ].map(([value, text]) => h("option", { value }, text)),
     );
     const wanted = await confirmed(
