@@ -54,8 +54,16 @@ def format_value(value: Any) -> str:
 
 
 def layout_name(parallel: dict[str, Any]) -> str:
-    """A layout in short: tensor x pipeline x data."""
-    return f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"
+    """A layout in short: tensor x pipeline x data; the context size unless it is 1, and ZeRO 2 or 3."""
+    parts = [f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"]
+    parts += [f"{key} {parallel[key]}" for key in ("context", "zero") if parallel.get(key, 1) > 1]
+    return ", ".join(parts)
+
+
+def _described(parallel: dict[str, Any]) -> str:
+    """A layout with the names of its axes."""
+    shape, *more = layout_name(parallel).split(",")
+    return ",".join([f"{shape} (tensor x pipeline x data)", *more])
 
 
 def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = False) -> None:
@@ -190,7 +198,7 @@ def layout_of(job: schemas.Job) -> str:
     """Layout of a job and its number of ranks."""
     ranks = job.parallel.get("world_size")
     count = "" if ranks is None else f", {counted(ranks, 'rank')}"
-    return f"{layout_name(job.parallel)} (tensor x pipeline x data){count}"
+    return f"{_described(job.parallel)}{count}"
 
 
 def state_of(job: schemas.Job) -> str:
@@ -203,7 +211,7 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
     layout = answer.layout
     if answer.lacks_slots:
         console.print(answer.plan_note, markup=False, highlight=False, soft_wrap=True)
-    shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
+    shape = _described(layout.parallel)
     counts = f"{counted(layout.world_size, 'rank')}, {counted(layout.micro_batches, 'micro-batch', 'micro-batches')}"
     console.print(f"{'layout' if answer.lacks_slots else 'the spec is valid'}: {shape}, {counts} per step")
     if layout.ranks:

@@ -27,7 +27,7 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
+from manta.workers.accounting.flops import rank_parameters, trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
@@ -222,7 +222,7 @@ class StepModel:
         if core is None:
             return None
         nodes = -(-layout.world_size // self.cluster.gpus_per_node)
-        machine, alike = self.cluster.machine, layout.tensor * layout.data
+        machine, alike = self.cluster.machine, layout.tensor * layout.holders
         return SharedCores(nodes * machine.cores, alike, core.all_busy, machine.threads)
 
     def _alike(self, seconds: float) -> float:
@@ -306,15 +306,34 @@ class StepModel:
 
     def gradient_seconds(self, backward: float) -> float:
         """The part of the reduction over replicas that nothing hides; `backward`: shortest of a virtual stage."""
-        size, data = self.parameters * self.software.gradient_bytes, self.groups.data
+        if self.spec.layout.zero >= 2:
+            return self._alike(self._sharded_seconds(backward))
+        size, holders = self.parameters * self.software.gradient_bytes, self.groups.holders
         if self.software.shards_optimizer:
-            whole = gather_seconds(data, self.cluster, size)
+            whole = gather_seconds(holders, self.cluster, size)
         else:
-            whole = reduce_seconds(data, self.cluster, size)
+            whole = reduce_seconds(holders, self.cluster, size)
         if not self.software.overlaps_gradients:
             return self._alike(whole)
         # Overlaps with the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
+
+    def _sharded_seconds(self, backward: float) -> float:
+        """The part of the communication of ZeRO 2 and 3 that nothing hides. Every micro-batch's backward, which takes
+        `backward` seconds, reduces gradients; with ZeRO 3 forward and backward gather weights, unit by unit, each
+        beside the computation of the unit before."""
+        m, units = self.spec.micro_batches, self.spec.model.layers + 2
+
+        def by_units(size: float) -> float:
+            return units * gather_seconds(self.groups.holders, self.cluster, size / units)
+
+        reduce, gather = by_units(self.parameters * self.software.gradient_bytes), 0.0
+        if self.spec.layout.zero == 3:
+            gather = by_units(max(rank_parameters(self.spec)) * self.layer.width)
+        if not self.software.overlaps_gradients:
+            return m * (reduce + 2 * gather)
+        first = gather / units  # which nothing comes before
+        return m * (first + max(0.0, gather - self._forward()) + max(0.0, gather + reduce - backward))
 
     def _update(self, parameters: float) -> float:
         """Seconds of an update of this many parameters, without any waiting."""
@@ -341,12 +360,12 @@ class StepModel:
         offload = self.spec.train.optimizer.offload
         update = (self._offloaded_update if offload else self._update)(self.parameters / split)
         update += self._update_wait()
-        if not self.software.shards_optimizer:
+        if not self.software.shards_optimizer or layout.zero == 3:
             return self._alike(update)
         # The parameters that each replica has updated, or without ZeRO the gradients that it has summed, go to all
         # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
-        gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
+        gather = gather_seconds(self.groups.holders, self.cluster, self.parameters * width)
         return self._alike(update + gather - (min(gather, self._forward()) if self._gather_overlaps_forward else 0.0))
 
     @property
