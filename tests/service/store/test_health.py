@@ -142,7 +142,14 @@ def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, sub
         row, life = jobs.get(session, job.id), generations.of_job(session, job.id)[-1]
         known = [(r.rank, r.generation, r.state, r.tensor, r.data, r.pid) for r in ranks.of_job(session, job.id)]
         last = events.page(session, job.id, limit=100).items[-1]
-    assert (row.generation, row.report_cursor, row.tensor, row.pipeline, row.context, row.replicas) == (4, {}, 2, 1, 1, 2)
+    assert (row.generation, row.report_cursor, row.tensor, row.pipeline, row.context, row.replicas) == (
+        4,
+        {},
+        2,
+        1,
+        1,
+        2,
+    )
     assert (life.generation, life.cause, life.resume_step) == (4, "found running", 7)
     assert known == [(0, 4, "running", 0, 0, 10), (1, 4, "exited", 1, 0, None), (2, 4, "running", 0, 1, 12),
                      (3, 4, "exited", 1, 1, None)]  # fmt: skip
