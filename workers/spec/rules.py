@@ -51,8 +51,6 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
     for key in ("context_method", "context_order"):
         if (value := getattr(layout, key)) is not None:
             yield _not_built(f"parallel.{key}", value, "null")
-    if layout.zero >= 2:
-        yield _not_built("parallel.zero", layout.zero, "1", "0")
     if spec.train.lora is not None:
         yield _not_built("train.lora", "an adapter", "null")
 
