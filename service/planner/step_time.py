@@ -27,7 +27,7 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import rank_parameters, trained_parameters, vocabulary_rows
+from manta.workers.accounting.flops import parameter_counts, trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
@@ -320,20 +320,25 @@ class StepModel:
 
     def _sharded_seconds(self, backward: float) -> float:
         """The part of the communication of ZeRO 2 and 3 that nothing hides. Every micro-batch's backward, which takes
-        `backward` seconds, reduces gradients; with ZeRO 3 forward and backward gather weights, unit by unit, each
-        beside the computation of the unit before."""
-        m, units = self.spec.micro_batches, self.spec.model.layers + 2
+        `backward` seconds, reduces gradients. With ZeRO 3 forward gathers the weights of all units (the embedding, each
+        layer, the output layer), backward those of the layers that it reaches, each beside the computation of the unit
+        before (`workers/parallel/data/units.py`)."""
+        m, layers = self.spec.micro_batches, self.spec.model.layers
 
-        def by_units(size: float) -> float:
-            return units * gather_seconds(self.groups.holders, self.cluster, size / units)
+        def by_units(size: float, units: int) -> float:
+            return units * gather_seconds(self.groups.holders, self.cluster, size / units) if units else 0.0
 
-        reduce, gather = by_units(self.parameters * self.software.gradient_bytes), 0.0
+        reduce = by_units(self.parameters * self.software.gradient_bytes, layers + 2)
+        first = ahead = again = 0.0
         if self.spec.layout.zero == 3:
-            gather = by_units(max(rank_parameters(self.spec)) * self.layer.width)
+            reached = layers - max(0, first_trained_layer(self.spec.model, self.spec.train.frozen))
+            counts = parameter_counts(self.spec.model, self.spec.layout.tensor, vocabulary_rows(self.spec))
+            ahead = by_units((counts.before[-1] + counts.both) * self.layer.width, layers + 2)
+            again = by_units((counts.before[-1] - counts.before[layers - reached]) * self.layer.width, reached)
+            first = ahead / (layers + 2)  # which nothing comes before
         if not self.software.overlaps_gradients:
-            return m * (reduce + 2 * gather)
-        first = gather / units  # which nothing comes before
-        return m * (first + max(0.0, gather - self._forward()) + max(0.0, gather + reduce - backward))
+            return m * (reduce + ahead + again)
+        return m * (first + max(0.0, ahead - first - self._forward()) + max(0.0, again + reduce - backward))
 
     def _update(self, parameters: float) -> float:
         """Seconds of an update of this many parameters, without any waiting."""

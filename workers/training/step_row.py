@@ -110,8 +110,10 @@ class Validation:
         """Add to `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
         losses = sums[1:].view(-1, places)
         for index in range(len(losses)):
-            losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(text, index))
-            losses[index, mine.start : mine.stop] = losses_m if len(mine) == len(losses_m) else losses_m.sum()
+            batch = self.batches.validation(text, index)
+            losses_m, tokens = self.engine.evaluate(batch, self._train.global_batch_size)
+            known = losses[index, mine.start : mine.stop : mine.step]
+            known.copy_(losses_m if len(mine) == len(losses_m) else losses_m.sum())
             sums[0] += tokens
 
     def _loss_places(self) -> tuple[int, range]:

@@ -13,6 +13,7 @@ Loss and squared norm are added up from single micro-batches and single rows, in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -101,10 +102,24 @@ class ElasticReduction(GradientReduction):
         out.copy_(tree.total())
 
 
+class LeafReduction(Protocol):
+    """A reduction that adds the leaves of the tree."""
+
+    flat: FlatParameters
+    leaves: int
+    """Micro-batches of the step's global batch."""
+    own_leaves: range
+    """Those of this replica."""
+
+    def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
+        """Gather every holder's `parts` (`GradientReduction.gather`)."""
+        ...
+
+
 class ElasticNorm:
     """The squared norm of the stage's parameters that this rank's tensor index counts, the same in every replica."""
 
-    def __init__(self, reduction: ElasticReduction, tensor_index: int):
+    def __init__(self, reduction: LeafReduction, tensor_index: int):
         self._reduction, self._flat = reduction, reduction.flat
         self._elsewhere_ranges = self._flat.not_answered_for(tensor_index)
 
@@ -124,7 +139,7 @@ class ElasticStepSums(StepSums):
     """StepSums with a loss and a gradient norm whose bits do not depend on the number of replicas: they are added in
     one order, from numbers that a single rank knows."""
 
-    def __init__(self, comm: Comm, reduction: ElasticReduction):
+    def __init__(self, comm: Comm, reduction: LeafReduction):
         super().__init__(comm, ElasticNorm(reduction, comm.index("tensor")))
         self.reduction = reduction
 
@@ -137,9 +152,10 @@ class ElasticStepSums(StepSums):
         self._write_own(agreed, loss, memory_bytes)
         if comm.index("data") == 0:  # all replicas know the same
             agreed.rank_squares[comm.rank % replica_ranks] = square
-        agreed.micro_batch_losses[own_leaves.start : own_leaves.stop] = loss.losses_m
+        own = slice(own_leaves.start, own_leaves.stop, own_leaves.step)
+        agreed.micro_batch_losses[own] = loss.losses_m
         if z_losses_m is not None:
-            agreed.micro_batch_z[own_leaves.start : own_leaves.stop] = z_losses_m
+            agreed.micro_batch_z[own] = z_losses_m
         agreed.sum()
         agreed.loss.copy_(sum_of_halves(agreed.micro_batch_losses))
         agreed.z_loss.copy_(sum_of_halves(agreed.micro_batch_z))
