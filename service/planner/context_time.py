@@ -72,6 +72,10 @@ class ContextTime:
         hops, last = self.groups.context.size - 1, self._gather(WIDE) if backward else 0.0
         return max(0.0, whole - work * hops / (hops + 1)) + last / hops
 
+    def waits(self, backward: bool) -> int:
+        """Collectives that wait for late ranks."""
+        return 2 if backward or self.method == "all_to_all" else 1
+
     @property
     def merged_bytes(self) -> float:
         """Memory traffic of merging the results of blocks, in fp32: read twice and written once."""

@@ -234,6 +234,7 @@ class LayerTime:
             own = context.method == "ring"
             work = self.software.overlaps_tensor * (budget.attention - before) if own else 0.0
             budget.context += context.seconds(work, backward)
+            budget.context += context.waits(backward) * self.machine.constants.skew_seconds
             budget.attention += memory_seconds(self.machine, context.merged_bytes)
             budget.operations += context.operations(backward)
 
