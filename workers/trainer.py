@@ -48,6 +48,7 @@ class Trainer:
             records,
             paths.token_cache,
             DataWatch(comm, reporter),
+            comm.index("context"),
         )
         self.prefetch = Prefetch(self.batches, spec.train.steps)
         self.state = RankState(spec, self.engine, comm, reporter, paths)

@@ -71,13 +71,13 @@ class RankView:
             stopped=status.stopped,
             waits_for=record.waits_for,
             step=record.step,
-            counts=record.counts,
+            counts=_of_all_axes(record.counts),
             heartbeat=record.heartbeat,
         )
         return view if record.device is None else view._with_device(record.device)
 
     def _with_device(self, device: DeviceRecord) -> RankView:
-        known = replace(self, on_device=True, counts=device.counts, waits_for=None)
+        known = replace(self, on_device=True, counts=_of_all_axes(device.counts), waits_for=None)
         if not device.fresh or device.channel is None:
             return known  # the wait seen in the last view may be over
         if device.waits_for is not None:
@@ -127,6 +127,11 @@ def waiting_for(views: Sequence[RankView], culprit: int, group: Group) -> list[i
     """Ranks that cannot continue without `culprit`, directly or through others."""
     edges = waits_of(views, group)
     return [view.rank for view in views if view.rank != culprit and culprit in path_from(view.rank, edges)]
+
+
+def _of_all_axes(counts: Mapping[str, int]) -> Mapping[str, int]:
+    """`counts` with zeros for the axes that an agent of an earlier release does not know."""
+    return {**dict.fromkeys(AXES, 0), **counts}
 
 
 def waits_of(views: Sequence[RankView], group: Group) -> dict[int, int]:

@@ -32,7 +32,12 @@ from manta.workers.timing.step_phases import StepPhase, StepPhases
 
 BackendKind = Literal["links", "process_groups"]
 
-_COUNTED_AS: dict[Axis, StepPhase] = {"tensor": "tensor_communication", "data": "data_communication"}
+_COUNTED_AS: dict[Axis, StepPhase] = {
+    "tensor": "tensor_communication",
+    "data": "data_communication",
+    "holders": "data_communication",
+    "context": "context_communication",
+}
 
 
 class Comm:
@@ -64,7 +69,7 @@ class Comm:
         """What this rank is asked for, which the step's agreement passes on."""
         self.shared_work = SharedWork()
         """Links between all ranks for the thread that writes checkpoints, whose messages must not mix with a step's."""
-        self._ranks = {axis: grid.group(axis, rank) for axis in (*AXES, "context")}
+        self._ranks = {axis: grid.group(axis, rank) for axis in AXES}
         self._sizes: dict[str, int] = {axis: len(ranks) for axis, ranks in self._ranks.items()}
         self._indices: dict[str, int] = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._regroup = regroup_for(device, in_place)

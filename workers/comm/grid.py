@@ -10,7 +10,7 @@ from manta.workers.config import ParallelConfig
 from manta.workers.schedules.stages import end_ranks
 
 Axis = Literal["tensor", "pipeline", "data", "context", "holders", "embedding", "world"]
-AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world")
+AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world", "context", "holders")
 """Axes along which ranks communicate, by channel number; the names also say what their ranks differ in."""
 
 
@@ -38,6 +38,11 @@ class RankGrid:
         """The axis of the ranks that hold the same parameters: that of the ranks that share the batch, which need no
         second communicator, unless several ranks share each sample."""
         return "data" if self.context == 1 else "holders"
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes that this layout communicates along: `holders` and `context` only if ranks share samples."""
+        return AXES if self.context > 1 else tuple(axis for axis in AXES if axis not in ("context", "holders"))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""

@@ -43,15 +43,15 @@ class LinksBackend:
     ):
         """Connect. `secret`: shared with the other ranks; `host`: address of this rank, where it listens on one of
         `ports`; `progress` records which peer is waited for, and how long. Raises PeerLost."""
-        ranks = {axis: grid.group(axis, rank) for axis in AXES}
-        near = {peer for axis in AXES if axis != "world" for peer in ranks[axis]}
+        ranks = {axis: grid.group(axis, rank) for axis in grid.axes}
+        near = {peer for axis, along in ranks.items() if axis != "world" for peer in along}
         # Sums over all ranks go through rank 0, so all ranks are linked to it.
         peers = near | linked_through_first(grid, rank)
         self.links = Links(rank, peers, store, secret, host, is_over, progress, ports)
         self._pipeline = ranks["pipeline"]
         self._along = {
-            axis: Collectives(self.links, channel, ranks[axis], star=axis == "world")
-            for channel, axis in enumerate(AXES)
+            axis: Collectives(self.links, AXES.index(axis), along, star=axis == "world")
+            for axis, along in ranks.items()
         }
 
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool) -> Handle:

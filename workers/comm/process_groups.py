@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from manta.workers.comm.backend import Handle, Started, Tensors, Transfer
 from manta.workers.comm.gloo_waits import GlooWaits
-from manta.workers.comm.grid import AXES, Axis, RankGrid
+from manta.workers.comm.grid import Axis, RankGrid
 from manta.workers.comm.lost_peers import naming_lost_peers
 from manta.workers.comm.regroup import Regroup
 from manta.workers.errors import PeerLost
@@ -58,7 +58,7 @@ class ProcessGroups:
         which rank is waited for before that."""
         self._grid, self._rank, self._device, self._regroup = grid, rank, device, regroup
         self._progress = progress or Progress()
-        self._ranks: dict[Axis, list[int]] = {axis: grid.group(axis, rank) for axis in AXES}
+        self._ranks: dict[Axis, list[int]] = {axis: grid.group(axis, rank) for axis in grid.axes}
         self._indices = {axis: ranks.index(rank) for axis, ranks in self._ranks.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._is_interrupted = False
@@ -94,14 +94,14 @@ class ProcessGroups:
         # number: the embedding's group, which ranks between the ends do not have, comes last.
         named: list[tuple[str, Axis]] = [("tensor", "tensor"), ("data", "data")]
         named += [(direction, "pipeline") for direction in _DIRECTIONS]
-        named.append(("embedding", "embedding"))
-        return {name: self._ranks[axis] for name, axis in named if len(self._ranks[axis]) > 1}
+        named += [("context", "context"), ("holders", "holders"), ("embedding", "embedding")]
+        return {name: self._ranks[axis] for name, axis in named if len(self._ranks.get(axis, ())) > 1}
 
     def _open_channels(self) -> None:
         """Use every NCCL communicator once, in one order on all ranks: each is created at its first use, in which its
         members' hosts wait for each other, which must not happen within a step."""
         probe = torch.zeros(1, device=self._device)
-        axes: tuple[Axis, ...] = ("world", "tensor", "data", "embedding")
+        axes: tuple[Axis, ...] = ("world", "tensor", "data", "context", "holders", "embedding")
         for axis in axes:
             if axis in self._groups:
                 self.start_all_reduce(axis, probe, largest=False).wait()

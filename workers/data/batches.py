@@ -25,6 +25,7 @@ from manta.workers.data.prepare import Corpus, open_corpus, splits_of
 from manta.workers.data.sources import check_validation_set
 from manta.workers.data.token_cache import NO_WATCHER, Watcher
 from manta.workers.errors import DataError
+from manta.workers.spec.sequence_runs import Run, runs_of
 from manta.workers.storage.locations import Location
 from manta.workers.training import metric_names
 
@@ -141,7 +142,17 @@ class MicroBatch:
     targets_sb: torch.Tensor | None = None
     """Targets: the following tokens, int64 [s, b], or NO_TARGET."""
     documents: Documents | None = None
-    """Documents that attention does not cross, on all stages; None: it crosses them."""
+    """Documents of the whole samples that attention does not cross, on all stages; None: it crosses them."""
+
+    def part(self, runs: Sequence[Run]) -> MicroBatch:
+        """What a context rank needs that has these runs of the sequence: their tokens and targets, and all
+        documents."""
+        if self.inputs_sb is None or self.targets_sb is None or runs == ((0, len(self.inputs_sb)),):
+            return self
+        inputs_sb, targets_sb = (
+            torch.cat([tokens[first:end] for first, end in runs]) for tokens in (self.inputs_sb, self.targets_sb)
+        )
+        return replace(self, inputs_sb=inputs_sb, targets_sb=targets_sb)
 
 
 def with_separate_documents(batch: MicroBatch, end: int) -> MicroBatch:
@@ -190,11 +201,14 @@ class Batches:
         records: bool = False,
         cache: Path | None = None,
         watcher: Watcher = NO_WATCHER,
+        context: int = 0,
     ):
         """`reads_tokens`: whether this rank's stage is the first or the last; other stages only read tokens to find the
         ends of documents; `record`: file that records the corpus as it was when the job began; `records`: whether this
-        rank writes it; `cache`: folder for tokens; `watcher`: observes how they are prepared."""
+        rank writes it; `cache`: folder for tokens; `watcher`: observes how they are prepared; `context`: this rank's
+        index among those that share each sample's sequence."""
         self.spec, self.replica, self.device = spec, replica, device
+        self._runs = runs_of(spec.layout, spec.model.sequence_length, context)
         self._separate_documents = spec.data.documents == "apart"
         self.reads_tokens = reads_tokens or self._separate_documents
         self.plan = BatchPlan(spec.train)
@@ -259,8 +273,8 @@ class Batches:
             return [MicroBatch(part) for part in parts]
         text = corpus or self.corpus
         with self._reading:
-            here = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
-        return [_on_device(batch, self.device) for batch in here]
+            whole = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
+        return [_on_device(batch.part(self._runs), self.device) for batch in whole]
 
     def _micro_batch(self, corpus: Corpus, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length

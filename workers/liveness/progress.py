@@ -40,7 +40,10 @@ Phase = Literal[
     "done",
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-COUNTED = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
+_COUNTED_FIRST = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
+_COUNTED_LATER = ("context", "holders")
+"""Counted at the end of the record, where readers of other releases find nothing else."""
+COUNTED = (*_COUNTED_FIRST, *_COUNTED_LATER)
 """What is counted: collectives entered along each axis, and messages of the pipeline."""
 CONNECTING_CHANNEL = 255
 """Used in place of an axis's number: the peer is awaited while the generation's links are made."""
@@ -96,7 +99,7 @@ class Device(ctypes.Structure):
         ("position", _Position),
         ("waiting", DeviceWait),
         ("number", ctypes.c_int64),
-        ("counts", ctypes.c_int64 * len(COUNTED)),
+        ("counts", ctypes.c_int64 * len(_COUNTED_FIRST)),
     )
 
 
@@ -121,9 +124,11 @@ class Layout(ctypes.Structure):
         ("committed", ctypes.c_int64),
         ("committed_at", ctypes.c_int64),
         ("commits", ctypes.c_int64),
-        ("counts", ctypes.c_int64 * len(COUNTED)),
+        ("counts", ctypes.c_int64 * len(_COUNTED_FIRST)),
         ("step_times", _StepTimes * RECENT),
         ("device", Device),
+        ("later_counts", ctypes.c_int64 * len(_COUNTED_LATER)),
+        ("device_later_counts", ctypes.c_int64 * len(_COUNTED_LATER)),
     )
 
 
@@ -143,10 +148,19 @@ def _device_word(field: str) -> int:
 MAGIC_AT, SEQUENCE, PID, GENERATION = _word("magic"), _word("sequence"), _word("pid"), _word("generation")
 POSITION, CHANGED_AT, WAITING, MOVES = _word("position"), _word("changed_at"), _word("waiting"), _word("moves")
 COMMITTED, COMMITTED_AT, COMMITS = _word("committed"), _word("committed_at"), _word("commits")
-COUNTS, STEP_TIMES = _word("counts"), _word("step_times")
+STEP_TIMES = _word("step_times")
 DEVICE_CHECKED_AT, DEVICE_MOVES, DEVICE_PENDING = map(_device_word, ("looked_at", "moves", "pending"))
 DEVICE_POSITION, DEVICE_WAITING, DEVICE_NUMBER = map(_device_word, ("position", "waiting", "number"))
-DEVICE_COUNTS = _device_word("counts")
+
+
+def _counts_at(first: int, later: int) -> dict[str, int]:
+    """Words of the counts, by the names in COUNTED, from those of both arrays."""
+    words = [*range(first, first + len(_COUNTED_FIRST)), *range(later, later + len(_COUNTED_LATER))]
+    return dict(zip(COUNTED, words, strict=True))
+
+
+COUNTS_AT = _counts_at(_word("counts"), _word("later_counts"))
+DEVICE_COUNTS_AT = _counts_at(_device_word("counts"), _word("device_later_counts"))
 
 
 _READ_ATTEMPTS = 64
@@ -166,7 +180,7 @@ class Progress:
     def __init__(self, memory: mmap.mmap | bytearray | None = None):
         self.memory = memory if memory is not None else bytearray(RECORD_BYTES)
         self._words = memoryview(self.memory).cast("q")
-        self._count_at = {name: COUNTS + number for number, name in enumerate(COUNTED)}
+        self._count_at = COUNTS_AT
         self._step_bits, self._began = 0, time.monotonic_ns()
         self.idle_seconds = self._idle_before = 0.0
         """Time spent waiting for other ranks while nothing moved, if the backend reports it; not in the record."""
@@ -284,7 +298,7 @@ class Progress:
 
     def device_arrived(self, what: str, number: int) -> None:
         """The device has finished everything before communication `number` of `what`, a name in COUNTED."""
-        self._words[DEVICE_COUNTS + COUNTED.index(what)] = number
+        self._words[DEVICE_COUNTS_AT[what]] = number
 
     def device_waits(self, channel: int, number: int, peer: int, sending: bool) -> None:
         """The device does nothing until communication `number` along the axis with number `channel` is over; `peer`:
@@ -308,8 +322,8 @@ class Progress:
         """The device is not followed any more, and its record is reset."""
         words = self._words
         words[DEVICE_CHECKED_AT] = words[DEVICE_PENDING] = words[DEVICE_WAITING] = 0
-        for number in range(len(COUNTED)):
-            words[DEVICE_COUNTS + number] = 0
+        for at in DEVICE_COUNTS_AT.values():
+            words[at] = 0
 
 
 @dataclass(frozen=True)
@@ -413,7 +427,7 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
     position, waiting = layout.position, layout.waiting
     waits = waiting.peer_plus_1 > 0
     recent = layout.step_times[: min(layout.commits, RECENT)]
-    counts = dict(zip(COUNTED, layout.counts, strict=True))
+    counts = dict(zip(COUNTED, (*layout.counts, *layout.later_counts), strict=True))
     return Record(
         pid=layout.pid,
         generation=layout.generation,
@@ -432,12 +446,13 @@ def _parse(memory: bytes, torn: bool) -> Record | None:
         own_seconds=tuple(times.own / 1e9 for times in recent),
         heartbeat=layout.moves + layout.sequence // 2 + sum(counts.values()) + layout.device.moves,
         torn=torn,
-        device=_parse_device(layout.device) if layout.device.looked_at else None,
+        device=_parse_device(layout) if layout.device.looked_at else None,
         looked_at=layout.device.looked_at / 1e9,
     )
 
 
-def _parse_device(device: Device) -> DeviceRecord:
+def _parse_device(layout: Layout) -> DeviceRecord:
+    device = layout.device
     position, waiting = device.position, device.waiting
     return DeviceRecord(
         phase=PHASES[position.phase],
@@ -449,5 +464,5 @@ def _parse_device(device: Device) -> DeviceRecord:
         number=device.number if waiting.waits else 0,
         waits_for=waiting.peer_plus_1 - 1 if waiting.peer_plus_1 else None,
         sending=bool(waiting.sending),
-        counts=dict(zip(COUNTED, device.counts, strict=True)),
+        counts=dict(zip(COUNTED, (*device.counts, *layout.device_later_counts), strict=True)),
     )

@@ -11,6 +11,7 @@ from torch import nn
 from manta.workers.model.core_attention import cached_attention, explicit_attention, fused_attention
 from manta.workers.model.rotary import Rotary
 from manta.workers.model.shared import INIT_STD, Shared, first_dropout, residual_std
+from manta.workers.parallel.context.kernels import WeightDropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.dropout import derived_keys
@@ -37,7 +38,7 @@ class Attention(nn.Module):
         model, t = spec.model, region.tensor_size
         h, d = model.hidden_size, model.head_size
         self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_dropout(layer), rotary
-        self.layer = layer
+        self.layer, self.across = layer, shared.across
         self.rate, self.explicit = model.dropout, spec.attention_is_explicit
         self.heads, self.head_size = model.heads // t, d
         self.key_value_heads = max(1, model.key_value_heads // t)
@@ -59,16 +60,27 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
         q, k, v = self._projections(x, recompute_norm, run)
-        recompute = run.recompute.core_attention
         if run.cache is not None:
             context = cached_attention(q, *run.cache.extended(self.layer, k, v), self.visible)
-        elif self.explicit:
-            context = self._explicit(q, k, v, run, recompute)
+        elif self.across is None:
+            context = self._attended(q, k, v, run)
+        elif (exchange := self.across.by_heads) is not None:
+            q, k, v = exchange.to_heads(q, k, v)
+            context = exchange.to_rows(self._attended(q, k, v, run, exchange.index * q.shape[2]))
         else:
-            context = fused_attention(
-                q, k, v, self.visible, run.documents, run.batch_first, recompute, self.region.comm
-            )
+            keys_ba = self._dropout_keys(run, q)
+            dropout = None if keys_ba is None else WeightDropout(self.rate, keys_ba)
+            context = self.across.attend(q, k, v, run.documents, self.visible.window, self.explicit, dropout)
         return self.output(context.flatten(2), residual)
+
+    def _attended(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, first_head: int = 0
+    ) -> torch.Tensor:
+        """Attention within the whole sequence, of the rank's heads from number `first_head` on."""
+        recompute = run.recompute.core_attention
+        if self.explicit:
+            return self._explicit(q, k, v, run, recompute, first_head)
+        return fused_attention(q, k, v, self.visible, run.documents, run.batch_first, recompute, self.region.comm)
 
     def _projections(
         self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
@@ -96,16 +108,21 @@ class Attention(nn.Module):
         return q, k, v
 
     def _explicit(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool, first_head: int
     ) -> torch.Tensor:
         if run.batch_first:
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        keys_ba = None
-        if self.rate > 0.0 and run.keys_b is not None:
-            first = self.region.comm.index("tensor") * self.heads
-            heads = torch.arange(first, first + self.heads, dtype=torch.int32, device=q.device)
-            keys_ba = derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
+        keys_ba = self._dropout_keys(run, q, first_head)
         context = explicit_attention(
             q, k, v, self.visible, run.documents, recompute, self.rate, keys_ba, self.region.comm
         )
         return context.transpose(0, 1) if run.batch_first else context
+
+    def _dropout_keys(self, run: ForwardPass, q: torch.Tensor, first_head: int = 0) -> torch.Tensor | None:
+        """Keys of the weights' dropout, int32 [b, heads of q], if there is any; q are the rank's heads from number
+        `first_head` on."""
+        if self.rate == 0.0 or run.keys_b is None:
+            return None
+        first = self.region.comm.index("tensor") * self.heads + first_head
+        heads = torch.arange(first, first + q.shape[2], dtype=torch.int32, device=q.device)
+        return derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)

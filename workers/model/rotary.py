@@ -13,6 +13,9 @@ import torch
 
 from manta.workers.config import RopeConfig, RopeScaling
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
+from manta.workers.parallel.tensor.positions import Positions
+
+_Key = tuple[torch.dtype, torch.device]
 
 
 class Rotary:
@@ -22,30 +25,37 @@ class Rotary:
         """`length`: of the longest sequence, in tokens."""
         frequencies, self._scale = frequencies_of(rope, head_size)
         self._angles_sd = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
-        self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[_Key, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._of_runs: dict[tuple[_Key, Positions], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Their rows for positions that are not consecutive."""
 
     def __call__(self, x: torch.Tensor, head_size: int, parts: int, rotated: int, run: ForwardPass) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): the first
         `rotated` of each head's `parts` are rotated, in place unless the code is being compiled."""
         length = run.positions.length
         shape = (1, length, 1, 1, -1) if run.batch_first else (length, 1, 1, 1, -1)
-        cos, sin = (run.positions.rows_of(table).view(shape) for table in self.tables(x))
+        cos, sin = (table.view(shape) for table in self.tables(x, run.positions))
         if torch.compiler.is_compiling():
             return _rotated_copy(x, cos, sin, parts, rotated, head_size)
         result: torch.Tensor = _Rotation.apply(x, cos, sin, parts, rotated, head_size)
         return result
 
-    def tables(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine of every position, [s, d/2], for inputs like x."""
+    def tables(self, x: torch.Tensor, positions: Positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine at these positions, [rows, d/2], for inputs like x."""
         key = (x.dtype, x.device)
         if key not in self._tables:
             cos, sin = self._angles_sd.cos() * self._scale, self._angles_sd.sin() * self._scale
             self._tables[key] = cos.to(x.device, x.dtype), sin.to(x.device, x.dtype)
-        return self._tables[key]
+        cos, sin = self._tables[key]
+        if len(positions.runs) == 1:
+            return positions.rows_of(cos), positions.rows_of(sin)
+        if (key, positions) not in self._of_runs:
+            self._of_runs[key, positions] = positions.rows_of(cos), positions.rows_of(sin)
+        return self._of_runs[key, positions]
 
     def all_tables(self) -> list[torch.Tensor]:
         """The tables made so far."""
-        return [table for pair in self._tables.values() for table in pair]
+        return [table for pairs in (self._tables, self._of_runs) for pair in pairs.values() for table in pair]
 
 
 class _Rotation(torch.autograd.Function):

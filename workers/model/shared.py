@@ -9,7 +9,9 @@ import torch
 from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.model.core_attention import Visible
 from manta.workers.model.rotary import Rotary
+from manta.workers.parallel.context.attention import ContextAttention
 from manta.workers.parallel.recompute.offload import HostBlocks
+from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.sequence_parallel import Region
 
 # Places in the model that have dropout; keys of different places are independent.
@@ -28,14 +30,20 @@ class Shared:
             self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
         self.host_blocks = HostBlocks()
         """Host memory for offloaded activations."""
+        self.across: ContextAttention | None = None
+        """Attention across context ranks; None if no ranks share samples."""
+        if spec.layout.context > 1:
+            self.across = ContextAttention(region.comm, spec.layout, model.sequence_length)
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 
-    def prepare(self, x: torch.Tensor) -> None:
-        """Create the tables that layers need for inputs like x: compiled layers cannot create any."""
+    def prepare(self, x: torch.Tensor, positions: Positions) -> None:
+        """Create the tables that layers need for inputs like x at these positions: compiled layers cannot create
+        any."""
         if self.rotary is not None:
-            self.rotary.tables(x)
-        for visible in self._visible.values():
-            visible.band(self.spec.model.sequence_length, x)
+            self.rotary.tables(x, positions)
+        if self.across is None or self.across.by_heads is not None:
+            for visible in self._visible.values():
+                visible.band(self.spec.model.sequence_length, x)
 
     def all_tables(self) -> list[torch.Tensor]:
         """The tables made so far."""

@@ -41,7 +41,8 @@ class Chunk(nn.Module):
         parts = parts_of(model)
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
-        self.has_full_sequence = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
+        # So the order of tokens concerns no other rank.
+        self.has_full_sequence = count == 1 and region.tensor_size == 1 and shared.across is None
         self.before: Callable[[nn.Module], object] = lambda part: None
         """Called with each part before it computes: its parameters may not have arrived yet."""
         self.after: Callable[[nn.Module, torch.Tensor], object] = lambda part, y: None
@@ -67,7 +68,7 @@ class Chunk(nn.Module):
             self.before(self.embedding)
             x = self.embedding(x, run)
             self.after(self.embedding, x)
-        self.shared.prepare(x)
+        self.shared.prepare(x, run.positions)
         offloading = self._offloading()
         for name, layer in self.layers.items():
             self.before(layer)
@@ -215,6 +216,9 @@ def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
     torch._dynamo.config.recompile_limit = 32
     for _, module in linear_layers(stage):
         compiled_operators.enter(module)
+    for shared in {chunk.shared for chunk in stage.chunks if isinstance(chunk, Chunk)}:
+        if shared.across is not None:
+            shared.across.stay_out(torch.compiler.disable)
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
         for layer in chunk.layers.values():

@@ -10,6 +10,7 @@ from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import nearest_multiple
 from manta.workers.spec.problems import Problem
+from manta.workers.spec.sequence_runs import shortest_unit
 
 UNIT = 16
 """All widths of 8-bit products must be multiples of this."""
@@ -25,9 +26,11 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
         )
         yield Problem("train.precision", problem, "bf16")
     layout, length = spec.layout, spec.model.sequence_length
-    if length % UNIT:
-        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {UNIT}, as for all 8-bit matmuls"
-        unit = math.lcm(UNIT, layout.tensor if layout.sequence_parallel_on else 1)
+    rows = UNIT * layout.context
+    if length % rows:
+        factors = f"{UNIT}" if layout.context == 1 else f"{UNIT} x parallel.context ({rows})"
+        problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {factors}, as for all 8-bit matmuls"
+        unit = math.lcm(rows, shortest_unit(layout))
         yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
     if spec.model.is_counted:
         yield from _widths_fit(spec.model, layout.tensor)
@@ -72,7 +75,7 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
     layout, train = spec.layout, spec.train
     if spec.resources.accelerator == "cpu":
         yield "resources.accelerator cpu: CUDA graphs are for GPUs"
-    for axis in ("tensor", "pipeline"):
+    for axis in ("tensor", "pipeline", "context"):
         size = getattr(layout, axis)
         if size > 1:
             yield f"parallel.{axis} {size}: ranks would communicate within a micro-batch"

@@ -18,6 +18,7 @@ from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multi
 from manta.workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
 from manta.workers.spec.problems import Problem
 from manta.workers.spec.recipe_rules import RECIPE_RULES
+from manta.workers.spec.sequence_runs import runs_per_rank, shortest_unit
 
 Rule = Callable[[JobSpec], Iterator[Problem]]
 
@@ -141,7 +142,7 @@ def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
         # One that divides everything that is split, so that applying the suggestion is enough.
         split = math.gcd(model.heads, model.ffn_size)
         if spec.layout.sequence_parallel is not False:
-            split = math.gcd(split, model.sequence_length)
+            split = math.gcd(split, model.sequence_length // (runs_per_rank(spec.layout) * spec.layout.context))
         yield Problem(
             "parallel.tensor",
             f"tensor ({tensor}) must divide model.heads ({model.heads})",
@@ -163,7 +164,8 @@ def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
             "sequence parallelism splits over the tensor group, but parallel.tensor is 1",
             "false",
         )
-    if spec.layout.sequence_parallel_on and length % tensor and spec.model.heads % tensor == 0:
+    unit = tensor if spec.layout.sequence_parallel_on and spec.layout.context == 1 else 1
+    if length % unit and spec.model.heads % tensor == 0:
         yield Problem(
             "model.sequence_length",
             f"sequence_length ({length}) must be a multiple of parallel.tensor ({tensor}) with sequence parallelism",
@@ -171,8 +173,41 @@ def _sequence_parallel_fits(spec: JobSpec) -> Iterator[Problem]:
         )
 
 
+def _context_fits(spec: JobSpec) -> Iterator[Problem]:
+    layout, size, length = spec.layout, spec.layout.context, spec.model.sequence_length
+    if size == 1:
+        for key in ("context_method", "context_order"):
+            if getattr(layout, key) is not None:
+                yield Problem(f"parallel.{key}", "has no effect: parallel.context is 1", "null")
+        return
+    unit, runs, tensor = shortest_unit(layout), runs_per_rank(layout), layout.tensor
+    if length % unit and (not layout.sequence_parallel_on or spec.model.heads % tensor == 0):
+        factors = " x ".join((*("2",) * (runs == 2), "context", *("tensor",) * layout.sequence_parallel_on))
+        has = "has two runs of it" if runs == 2 else "has one run of it"
+        problem = f"sequence_length ({length}) must be a multiple of {factors} ({unit}): each rank {has}"
+        yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
+    if spec.model.family == "custom":
+        rule = "not supported with custom models: only the attention of built-in families spans several ranks"
+        yield Problem("parallel.context", rule, "1")
+    elif layout.context_method == "all_to_all":
+        yield from _heads_are_exchanged(spec)
+
+
+def _heads_are_exchanged(spec: JobSpec) -> Iterator[Problem]:
+    """Checks that every context rank gets whole heads, of queries and of keys and values."""
+    tensor, size = spec.layout.tensor, spec.layout.context
+    for key, heads in (("kv_heads", spec.model.key_value_heads), ("heads", spec.model.heads)):
+        if heads % (tensor * size):
+            problem = (
+                f"all_to_all gives each rank whole heads: {key} / tensor ({heads} / {tensor}) is not a multiple of "
+                f"context ({size}); all_gather and ring have no such limit"
+            )
+            yield Problem("parallel.context_method", problem, "all_gather")
+            return
+
+
 def _chunks_have_rows(spec: JobSpec) -> Iterator[Problem]:
-    layout, length = spec.layout, spec.model.sequence_length
+    layout, length = spec.layout, spec.model.sequence_length // spec.layout.context
     rows = length // layout.tensor if layout.sequence_parallel_on else length
     if layout.tensor > 1 and layout.forward_chunks > max(1, rows):
         yield Problem(
@@ -384,6 +419,7 @@ FITTING: tuple[Rule, ...] = (
     _custom_models_are_named,
     _tensor_divides,
     _sequence_parallel_fits,
+    _context_fits,
     _chunks_have_rows,
     _chunks_have_16_bits,
     _key_value_heads_fit,

@@ -45,6 +45,7 @@ StepPhase = Literal[
     "tensor_communication",
     "pipeline_communication",
     "data_communication",
+    "context_communication",
     "bubble",
     "other",
 ]
@@ -82,6 +83,7 @@ _TABLE: dict[StepPhase, _Follows] = {
     "tensor_communication": _Follows(None, "tensor_communication"),
     "pipeline_communication": _Follows(None, "pipeline_communication"),
     "data_communication": _Follows(None, "data_communication"),
+    "context_communication": _Follows(None, "context_communication"),
     "bubble": _Follows(None, "bubble"),
     "other": _Follows(None, "other"),
 }
@@ -197,6 +199,7 @@ Part = Literal[
     "bubble",
     "optimizer",
     "other",
+    "context_communication",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 

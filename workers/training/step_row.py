@@ -16,7 +16,7 @@ from manta.workers.data.batch_plan import BatchPlan
 from manta.workers.data.batches import Batches, HeldOut
 from manta.workers.engine import Engine
 from manta.workers.parallel.data.agreement import StepStatistics
-from manta.workers.parallel.data.elastic_sums import shared_leaves, sum_of_halves
+from manta.workers.parallel.data.elastic_sums import of_own_leaves, shared_leaves, sum_of_halves
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,11 @@ class StepRows:
 
 def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
     """Breakdown of the step being measured: mean seconds over ranks for each part, including `snapshot_seconds`, for
-    which the last snapshot held up this rank's training thread. Ends the measurement; all ranks call it at the same
-    step. Raises PeerLost."""
+    which the last snapshot held up this rank's training thread; communication along `context` only if there is any.
+    Ends the measurement; all ranks call it at the same step. Raises PeerLost."""
     seconds: dict[str, float] = dict(comm.step.parts.end().items())
+    if comm.size("context") == 1:
+        del seconds["context_communication"]
     seconds["snapshot"] = snapshot_seconds
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", shared)
@@ -108,17 +110,19 @@ class Validation:
 
     def _add(self, text: HeldOut, sums: torch.Tensor, places: int, mine: range) -> None:
         """Add to `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
-        losses = sums[1:].view(-1, places)
-        for index in range(len(losses)):
+        for index, losses in enumerate(sums[1:].split(places)):
             batch = self.batches.validation(text, index)
             losses_m, tokens = self.engine.evaluate(batch, self._train.global_batch_size)
-            known = losses[index, mine.start : mine.stop : mine.step]
-            known.copy_(losses_m if len(mine) == len(losses_m) else losses_m.sum())
+            own = of_own_leaves(losses, mine, self.comm)
+            own.copy_(losses_m if len(mine) == len(losses_m) else losses_m.sum())
             sums[0] += tokens
 
     def _loss_places(self) -> tuple[int, range]:
-        """How many numbers make up the loss of a validation batch, and which of them this replica knows: one for every
-        micro-batch if the result must not depend on the number of replicas, otherwise a single sum."""
+        """How many numbers make up the loss of a validation batch, and which of them, times the number of context
+        ranks, this replica knows: one for every micro-batch and context rank if the result must not depend on the
+        number of replicas, otherwise one for each context rank."""
+        contexts = self.comm.size("context")
         if self._train.deterministic == "layout":
-            return 1, range(1)
-        return shared_leaves(self.engine.spec, self._train.global_batch_size, self.comm.index("data"))
+            return contexts, range(1)
+        leaves, own = shared_leaves(self.engine.spec, self._train.global_batch_size, self.comm.index("data"))
+        return leaves * contexts, own

@@ -8,21 +8,21 @@ import torch
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ParallelConfig
 from manta.workers.liveness.progress import Progress
-from tests.workers.support.pretended_devices import COLLECTIVE_AXES, Gang, Network, no_thread
+from tests.workers.support.pretended_devices import Gang, Network, no_thread
 
-LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 2, 1)]
+LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 2), (2, 1, 1, 2)]
 NUMBER = torch.zeros(8)
 
 
 def grid_of(layout):
-    tensor, pipeline, data = layout
-    return RankGrid(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data))
+    tensor, pipeline, data, *context = layout
+    return RankGrid(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=sum(context) or 1))
 
 
-def program(seed):
+def program(seed, grid):
     """What all ranks do, in one order: collectives, some of which are waited for later, and hops down the pipeline."""
-    choice = random.Random(seed)
-    kinds = [*COLLECTIVE_AXES, *COLLECTIVE_AXES, "hop", "late data"]
+    choice, collective = random.Random(seed), [axis for axis in grid.axes if axis not in ("pipeline", "embedding")]
+    kinds = [*collective, *collective, "hop", "late data"]
     return [*choice.choices(kinds, k=20), "world"]
 
 
@@ -49,7 +49,7 @@ def hang(layout, seed, how, broken=lambda meeting: False, progress=lambda rank: 
     """A gang that runs a program in which one rank hangs: its device in a kernel, or its host before it has queued
     more. (Gang, that rank, whether anybody's device still waits.)"""
     gang, choice = Gang(grid_of(layout), Network(broken=broken), progress), random.Random(seed)
-    actions = program(seed)
+    actions = program(seed, gang.grid)
     hung, at = choice.randrange(gang.grid.world_size), choice.randrange(len(actions))
     with no_thread():
         for comm, device in zip(gang.comms, gang.devices, strict=True):

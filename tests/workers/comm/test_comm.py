@@ -13,7 +13,7 @@ from engine_specs import axes
 from rank_threads import HOST, SECRET, NotingProgress, run_threads
 
 from manta.workers.comm.comm import Comm
-from manta.workers.comm.grid import AXES, RankGrid
+from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.links_backend import HostStaged
 from manta.workers.comm.process_groups import ProcessGroups
 from manta.workers.comm.shared_work import SharedWork
@@ -30,7 +30,7 @@ def every_collective(comm: Comm, staged: bool = False) -> dict[str, tuple[list[f
     if staged:
         comm._backend = HostStaged(comm._backend)
     pairs = {}
-    for axis in (axis for axis in AXES if axis != "pipeline" and comm.size(axis) > 1):
+    for axis in (axis for axis in comm.grid.axes if axis != "pipeline" and comm.size(axis) > 1):
         size, index, ranks = comm.size(axis), comm.index(axis), comm._ranks[axis]
         total = torch.tensor([float(comm.rank), 1.0])
         comm.all_reduce(axis, total)
@@ -70,13 +70,13 @@ def groups_that_were_made(comm: Comm) -> set[str]:
     return set(comm._backend._groups)
 
 
-LAYOUTS = [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)]
+LAYOUTS = [*map(axes, [(1, 3, 1), (2, 3, 1), (1, 4, 2), (2, 2, 2)]), {"tensor": 2, "context": 2, "data": 2}]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("backend", ["links", "process_groups"])
 def test_every_collective_delivers_the_expected_values_in_each_layout(ranks, layout, backend):
-    for pairs in ranks.run(ParallelConfig(**axes(layout)), every_collective, backend=backend):
+    for pairs in ranks.run(ParallelConfig(**layout), every_collective, backend=backend):
         for name, (got, expected) in pairs.items():
             assert got == expected, name
 
@@ -220,7 +220,7 @@ class NotingBackend:
 def noting(tmp_path, request):
     """Rank 0 of a layout with every axis, whose step is being measured by a clock that its waits move."""
     now = [0.0]
-    layout = ParallelConfig(tensor=2, pipeline=2, data=2)
+    layout = ParallelConfig(tensor=2, pipeline=2, context=2, data=2)
     comm = Comm(RankGrid(layout), 0, CPU, request.param, Progress.shared(tmp_path, 0))
     comm.step = StepPhases(CPU, comm.progress, lambda: now[0])
     comm._backend = NotingBackend(comm, now)
@@ -242,6 +242,8 @@ def spent(comm: Comm) -> dict[str, float]:
     [
         ("tensor", "tensor_communication"),
         ("data", "data_communication"),
+        ("holders", "data_communication"),
+        ("context", "context_communication"),
         ("embedding", "other"),
         ("world", "other"),
     ],

@@ -35,6 +35,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "tensor": (1, 2, 4),
     "pipeline": (1, 2, 4),
     "data": (1, 2, 3),
+    "context": (1, 2, 4),
+    "context_method": (None, "all_gather", "all_to_all", "ring"),
+    "context_order": (None, "zigzag", "contiguous"),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
     "zero": (0, 1, 2, 3),
@@ -69,12 +72,21 @@ DATA: dict[str, dict[str, Any]] = {
     "apart": {"documents": "apart", "source": "megatron", "tokenizer": "tokenizer.json"},
     "conversations": {"source": "chat", "template": "chatml"},
 }
+SIZES = ("tensor", "pipeline", "data", "context")
 LAYOUT = ("schedule", "tensor", "pipeline", "data", "sequence_parallel", "zero")
 WITH_RECOMPUTE = (*LAYOUT, "recompute")
 """Of these every three choices occur together, and of all factors every two; of LAYOUT where it is not for the soak."""
 
 RULES: tuple[Callable[..., bool], ...] = (
-    lambda tensor, pipeline, data: tensor * pipeline * data <= 8,
+    lambda tensor, pipeline, data, context: tensor * pipeline * data * context <= 8,
+    lambda context, context_method: (context_method is None) == (context == 1),
+    lambda context, context_order: (context_order is None) == (context == 1),
+    lambda context, context_order, tensor, sequence_parallel: (
+        8 % (context * (2 if context_order == "zigzag" else 1) * (tensor if sequence_parallel else 1)) == 0
+    ),
+    lambda context, context_method, tensor, kv_heads: (
+        context_method != "all_to_all" or kv_heads % (tensor * context) == 0
+    ),
     lambda tensor, sequence_parallel: tensor > 1 or not sequence_parallel,
     lambda recompute, dropped: {
         "none": dropped == "nothing",
@@ -218,7 +230,7 @@ def job(row: Row) -> dict[str, Any]:
             "optimizer": {"beta1": 0.0, "clip_norm": 0.0},
         },
         parallel={
-            **{name: row[name] for name in ("tensor", "pipeline", "data", "sequence_parallel", "zero")},
+            **{name: row[name] for name in (*SIZES, "context_method", "context_order", "sequence_parallel", "zero")},
             "schedule": schedule, "virtual_stages": virtual_stages, "stage_layers": lists.get(row["layers"]),
             "bucket_megabytes": row["bucket_megabytes"], **recompute,
         },
@@ -273,8 +285,8 @@ def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch
 
 LAYOUTS = [
     sizes
-    for sizes in itertools.product(*(FACTORS[name] for name in ("tensor", "pipeline", "data")))
-    if admissible(frozenset(zip(("tensor", "pipeline", "data"), sizes, strict=True)))
+    for sizes in itertools.product(*(FACTORS[name] for name in SIZES))
+    if admissible(frozenset(zip(SIZES, sizes, strict=True)))
 ]
 
 
@@ -283,7 +295,7 @@ SIZES_AND_PRECISIONS = [
         sizes,
         dtype,
         tolerance,
-        id=f"tp{sizes[0]} pp{sizes[1]} dp{sizes[2]} {name}",
+        id=f"tp{sizes[0]} pp{sizes[1]} dp{sizes[2]} cp{sizes[3]} {name}",
         # In fp64 a wrong term cannot hide; in fp32 a few layouts show that rounding is all that is added. The plain
         # model itself, computed in fp32, is off by up to 2.2e-6 in the deepest of these models.
         marks=[] if name == "fp64" or (number % 4 == 1 and math.prod(sizes) < 8) else [pytest.mark.soak],
@@ -299,7 +311,7 @@ def test_gradients_of_every_layout_equal_those_of_a_plain_model(ranks, sizes, dt
     rows = [
         (row, expected)
         for row, expected in zip(covering_array(of_three), references(of_three), strict=True)
-        if sizes == (row["tensor"], row["pipeline"], row["data"])
+        if sizes == tuple(row[name] for name in SIZES)
     ]
     # Under zb-v one rank holds both ends of the model, so the ranks are connected in another way.
     for of_zb_v in (False, True):

@@ -252,6 +252,25 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
      "chunks are not supported with train.fp8", "1"),
     ("sequence parallel alone", {"parallel": {"sequence_parallel": True}}, "parallel.sequence_parallel",
      "but parallel.tensor is 1", "false"),
+    ("method of one context rank", {"parallel": {"context_method": "ring"}}, "parallel.context_method",
+     "has no effect: parallel.context is 1", "null"),
+    ("two runs", {"parallel": {"context": 2}, "model": {"sequence_length": 10}}, "model.sequence_length",
+     "sequence_length (10) must be a multiple of 2 x context (4): each rank has two runs of it", "8"),
+    ("two runs of tensor ranks", {"parallel": {"context": 2, "tensor": 4}}, "model.sequence_length",
+     "sequence_length (8) must be a multiple of 2 x context x tensor (16): each rank has two runs of it", "16"),
+    ("one run", {"parallel": {"context": 3, "context_order": "contiguous"}}, "model.sequence_length",
+     "sequence_length (8) must be a multiple of context (3): each rank has one run of it", "9"),
+    ("heads that are not exchanged", {"parallel": {"context": 4, "context_method": "all_to_all", "context_order":
+      "contiguous"}, "model": {"kv_heads": 2}}, "parallel.context_method",
+     "all_to_all gives each rank whole heads: kv_heads / tensor (2 / 1) is not a multiple of context (4)",
+     "all_gather"),
+    ("graphs and context ranks", {"train": {"cuda_graphs": True}, "parallel": {"context": 2}}, "train.cuda_graphs",
+     "not supported with parallel.context 2: ranks would communicate", "false"),
+    ("8 bits of context ranks", {"train": {"fp8": "rowwise", "precision": "bf16"}, "parallel": {"context": 2},
+      "model": {"hidden_size": 64, "sequence_length": 48}}, "model.sequence_length",
+     "sequence_length (48) must be a multiple of 16 x parallel.context (32)", "32"),
+    ("a model that knows of no context", {"model": {"family": "custom", "entrypoint": "a.b:c"},
+      "parallel": {"context": 2}}, "parallel.context", "not supported with custom models", "1"),
     ("pipeline", {"parallel": {"pipeline": 5}}, "parallel.pipeline",
      "pipeline (5) x virtual_stages (1) must be at most model.layers (4)", "4"),
     ("GPUs of stages on cores",
@@ -302,7 +321,6 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 """Name, sections, path of the field that is named, part of what is said, advice."""
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
-    ("parallel", "context", 2),
     ("parallel", "zero", 3),
 ]
 """Section, key and value of what is to come."""
@@ -339,6 +357,7 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("a ramp from the whole batch", {"train": {"batch_ramp": {**RAMP, "start": 8}}, "parallel": {"data": 8}}),
     ("explicit attention with dropout", {"train": {"attention": "explicit"}, "model": {"dropout": 0.1}}),
     ("sequences kept whole", {"model": {"sequence_length": 9}, "parallel": {"tensor": 2, "sequence_parallel": False}}),
+    ("runs of tensor ranks", {"parallel": {"tensor": 2, "context": 2, "context_method": "all_to_all"}}),
     ("a chunk for each row", {"parallel": {"tensor": 2, "forward_chunks": 4}}),
     ("chunks on one tensor rank", {"parallel": {"forward_chunks": 9}}),
     ("fewer key-value heads than tensor ranks", {"model": {"kv_heads": 2}, "parallel": {"tensor": 4}}),

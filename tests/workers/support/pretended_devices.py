@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 from manta.workers.comm.comm import Comm
-from manta.workers.comm.grid import AXES, RankGrid
+from manta.workers.comm.grid import RankGrid
 from manta.workers.liveness.device_trail import DeviceTrail
 from manta.workers.liveness.progress import Progress
 
@@ -180,6 +180,3 @@ class Gang:
             continue
         for comm in self.comms:
             comm._trail.poll()
-
-
-COLLECTIVE_AXES = [axis for axis in AXES if axis not in ("pipeline", "embedding")]

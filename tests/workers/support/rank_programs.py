@@ -33,6 +33,7 @@ from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.state import tensors_of
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.sequence_runs import runs_of
 from manta.workers.system.threads import threads_of
 from manta.workers.trainer import StatePaths, Trainer
 from manta.workers.training.learning_rate import learning_rate
@@ -88,8 +89,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def own_micro_batches(spec: JobSpec, comm: Comm, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
+    """A rank's micro-batches of a global batch of windows, as the engine cuts it."""
+    runs = runs_of(spec.layout, spec.model.sequence_length, comm.index("context"))
+    return [each.part(runs) for each in micro_batches(spec, comm.index("data"), windows, step)]
+
+
 def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
-    """A replica's micro-batches of a global batch of windows, as the engine cuts it."""
+    """A replica's micro-batches of a global batch of windows, whose ranks share no samples."""
     first = (step - 1) * len(windows)
     samples = range(first, first + len(windows))
     mine = replica_micro_batches(samples, spec, replica)
@@ -151,7 +158,7 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
     flat, optimizer = engine.flat, engine.optimizer
     losses, z_losses, norms = [], [], []
     for number, windows in enumerate(batches, start=1):
-        batch = micro_batches(spec, comm.index("data"), windows, number)
+        batch = own_micro_batches(spec, comm, windows, number)
         statistics = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
         losses.append(statistics.loss)
         z_losses.append(statistics.z_loss)
@@ -172,7 +179,7 @@ def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: to
     with default_dtype(torch.float64):
         spec = parse_job_spec(document)
         engine, _ = _loaded(comm, spec, weights, torch.float64)
-        losses_m, tokens = engine.pipeline.evaluate(micro_batches(spec, comm.index("data"), windows))
+        losses_m, tokens = engine.pipeline.evaluate(own_micro_batches(spec, comm, windows))
         both = torch.stack([losses_m.sum(), tokens])
         comm.all_reduce("world", both)
     return (both[0] / both[1]).item()
@@ -321,7 +328,7 @@ def run_precise(
 
 def _step(comm: Comm, engine: Engine, windows: torch.Tensor, number: int) -> StepStatistics:
     train = engine.spec.train
-    batch = micro_batches(engine.spec, comm.index("data"), windows, number)
+    batch = own_micro_batches(engine.spec, comm, windows, number)
     return engine.step(batch, len(windows), learning_rate(train.optimizer, number, train.steps), 0)
 
 
@@ -395,8 +402,8 @@ def broken_off(comm: Comm, document: dict[str, Any], weights: Weights, windows: 
     """A step on `windows` after one that broke off behind its last backward, in fp32."""
     spec = parse_job_spec(document)
     engine, everything = _loaded(comm, spec, weights, torch.float32)
-    engine.reduction.begin(len(micro_batches(spec, comm.index("data"), windows)), len(windows))
-    engine.pipeline.train(micro_batches(spec, comm.index("data"), windows.flip(0)), 1.0)
+    engine.reduction.begin(len(own_micro_batches(spec, comm, windows)), len(windows))
+    engine.pipeline.train(own_micro_batches(spec, comm, windows.flip(0)), 1.0)
     statistics = _step(comm, engine, windows, 1)
     parameters = [
         (rectangle.name, rectangle.offsets, rectangle.view(engine.flat.parameters).clone()) for rectangle in everything

@@ -121,7 +121,8 @@ class Agreement:
         slices = self._values[4 + ASKED_LENGTH :].split(sizes)
         self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
         """[world]: each rank's memory in use, and the time of its step in which it did not wait for others. [p t]:
-        squared norm by rank of a replica. [micro-batches of the global batch]: loss and z-loss of each."""
+        squared norm by pipeline and tensor rank. [micro-batches of the global batch, c]: loss and z-loss of each, by
+        context rank."""
 
     def sum(self) -> None:
         """Sum over all ranks. Raises PeerLost."""

@@ -4,8 +4,9 @@ Replicas share out the micro-batches of the global batch, which are the leaves o
 micro-batch's gradient is computed in the flat gradient buffer, from zero; a replica adds its neighbouring leaves as far
 as the tree allows. Sums that wait for their right neighbour lie in further buffers of the same size, number i of them
 in buffer i. At the end of the step each replica receives, for its part of the flat buffer, the fewest nodes that cover
-each other replica's leaves, and adds them up to the root. Only then come the sums within a replica (tied, replicated
-and copied parameters), since they would round differently on parts of a sum.
+each other replica's leaves, and adds them up to the root. With context parallelism each context rank has a tree of its
+own, of its part of the sequence, and the roots are added in the order of these ranks. Only then come the sums within a
+replica (tied, replicated and copied parameters), since they would round differently on parts of a sum.
 
 Loss and squared norm are added up from single micro-batches and single rows, in one order for all layouts.
 """
@@ -34,7 +35,7 @@ BLOCK_ROWS = 2**16
 
 
 class ElasticReduction(GradientReduction):
-    """The gradients of one rank's part of each bucket, summed over the data group in the tree's order."""
+    """The gradients of one rank's part of each bucket, summed over all holders in the trees' order."""
 
     def __init__(
         self, flat: FlatParameters, comm: Comm, shared: SharedGradients, spec: JobSpec, chunks: Iterable[nn.Module]
@@ -71,35 +72,43 @@ class ElasticReduction(GradientReduction):
     def finish(self) -> list[torch.Tensor]:
         """Add up to the root, sum the tail within the replica, and return this rank's part of each bucket."""
         assert all(leaf_sum.complete for leaf_sum in self._leaf_sums)
-        if self.comm.size("data") == 1:
+        if not self.overlaps:
             self.shared.sum()
             return self.reduced
         for number in range(len(self.flat.buckets)):
             self._reduce(number)
         start, end = self.flat.buckets[-1]
-        self.comm.all_gather("data", self.reduced[-1], self.flat.gradients[start:end])
+        self.comm.all_gather(self.comm.grid.holders, self.reduced[-1], self.flat.gradients[start:end])
         self.shared.sum()
         return self.reduced
 
     def _reduce(self, number: int) -> None:
-        """Bring every replica's nodes for this rank's part of a bucket here, and add them in the tree's order."""
-        size, me = self.comm.size("data"), self.comm.index("data")
-        shares = [leaf_share(self.leaves, self.spec.layout, replica) for replica in range(size)]
+        """Bring every holder's nodes for this rank's part of a bucket here, and add them in the trees' order."""
+        axis, contexts = self.comm.grid.holders, self.comm.size("context")
+        size, me = self.comm.size(axis), self.comm.index(axis)
+        shares = [leaf_share(self.leaves, self.spec.layout, holder // contexts) for holder in range(size)]
         covers = [cover(self.leaves, share.start, share.stop) for share in shares]
         # The whole flat buffers of this replica's nodes, in order; leaves are computed in the last one.
         own = [*(self.waiting[node] for node in range(len(covers[me]) - 1)), self.flat.gradients]
-        out, parts = self.reduced[number], [self.flat.parts(replica)[number] for replica in range(size)]
+        out, parts = self.reduced[number], [self.flat.parts(holder)[number] for holder in range(size)]
         outgoing = [[node[start:end] for node in own] for start, end in parts]
         incoming = [
-            outgoing[me] if replica == me else [out.new_empty(len(out)) for _ in nodes]
-            for replica, nodes in enumerate(covers)
+            outgoing[me] if holder == me else [out.new_empty(len(out)) for _ in nodes]
+            for holder, nodes in enumerate(covers)
         ]
-        self.comm.start_all_to_all("data", outgoing, incoming).wait()
+        self.comm.start_all_to_all(axis, outgoing, incoming).wait()
+        totals = [self._total(covers[index::contexts], incoming[index::contexts]) for index in range(contexts)]
+        for total in totals[1:]:
+            totals[0].add_(total)
+        out.copy_(totals[0])
+
+    def _total(self, covers: Sequence[Sequence[Node]], values: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The root of a tree, from the nodes of all replicas."""
         tree: TreeSum[torch.Tensor] = TreeSum(self.leaves)
-        for nodes, values in zip(covers, incoming, strict=True):
-            for node, value in zip(nodes, values, strict=True):
-                tree.push(node, value, torch.Tensor.add_)
-        out.copy_(tree.total())
+        for nodes, parts in zip(covers, values, strict=True):
+            for node, part in zip(nodes, parts, strict=True):
+                tree.push(node, part, torch.Tensor.add_)
+        return tree.total()
 
 
 class LeafReduction(Protocol):
@@ -147,20 +156,26 @@ class ElasticStepSums(StepSums):
         """The sums over all ranks, of this rank's reduced `gradient`, its part of each bucket, among others."""
         comm, own_leaves = self.comm, self.reduction.own_leaves
         square, replica_ranks = self.norm.square(gradient), comm.size("pipeline") * comm.size("tensor")
-        leaves, z_losses_m = self.reduction.leaves, loss.z_losses_m
-        agreed = Agreement(comm, replica_ranks, leaves, 0 if z_losses_m is None else leaves)
+        losses, z_losses_m = self.reduction.leaves * comm.size("context"), loss.z_losses_m
+        agreed = Agreement(comm, replica_ranks, losses, 0 if z_losses_m is None else losses)
         self._write_own(agreed, loss, memory_bytes)
-        if comm.index("data") == 0:  # all replicas know the same
-            agreed.rank_squares[comm.rank % replica_ranks] = square
-        own = slice(own_leaves.start, own_leaves.stop, own_leaves.step)
-        agreed.micro_batch_losses[own] = loss.losses_m
+        if comm.index(comm.grid.holders) == 0:  # all holders know the same
+            agreed.rank_squares[comm.index("pipeline") * comm.size("tensor") + comm.index("tensor")] = square
+        of_own_leaves(agreed.micro_batch_losses, own_leaves, comm).copy_(loss.losses_m)
         if z_losses_m is not None:
-            agreed.micro_batch_z[own] = z_losses_m
+            of_own_leaves(agreed.micro_batch_z, own_leaves, comm).copy_(z_losses_m)
         agreed.sum()
         agreed.loss.copy_(sum_of_halves(agreed.micro_batch_losses))
         agreed.z_loss.copy_(sum_of_halves(agreed.micro_batch_z))
         agreed.square.copy_(sum_of_halves(agreed.rank_squares))
         return agreed
+
+
+def of_own_leaves(losses: torch.Tensor, own_leaves: range, comm: Comm) -> torch.Tensor:
+    """View of `losses`, one of each micro-batch of the global batch and context rank: those of this rank's part of the
+    sequence of `own_leaves`."""
+    own = slice(own_leaves.start, own_leaves.stop, own_leaves.step)
+    return losses.view(-1, comm.size("context"))[own, comm.index("context")]
 
 
 def shared_leaves(spec: JobSpec, sequences: int, replica: int) -> tuple[int, range]:

@@ -40,6 +40,7 @@ from manta.workers.schedules.action_lists import evaluation_actions, training_ac
 from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import ChunkLocation, neighbours, stages_of_rank
 from manta.workers.spec.parameters import needs_gradient
+from manta.workers.spec.sequence_runs import runs_of
 
 Key = tuple[int, int]
 """(chunk, micro-batch)."""
@@ -127,7 +128,7 @@ class Pipeline:
         self.spec, self.model, self.comm = spec, model, comm
         self.rank, layout = comm.index("pipeline"), spec.layout
         self.split = layout.tensor if layout.sequence_parallel_on else 1
-        self.positions = Positions.of(spec.model.sequence_length)
+        self.positions = Positions(runs_of(layout, spec.model.sequence_length, comm.index("context")))
         """Positions of the tokens that this rank computes, together with its tensor group."""
         # Without sequence parallelism every tensor rank has the same boundary tensor: each sends its part of it, and
         # the receiver gathers them (arXiv:2104.04473, section 4.1).

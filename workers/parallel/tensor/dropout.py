@@ -49,10 +49,10 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
-def kept(row_keys: torch.Tensor, columns: int, rate: float) -> torch.Tensor:
-    """Which elements dropout keeps: bool [*rows, columns] for row keys int32 [*rows]. Computed block by block: the hash
-    is four times as wide as the mask, and stays in the cache."""
-    numbers = torch.arange(columns, dtype=torch.int32, device=row_keys.device)
+def kept(row_keys: torch.Tensor, columns: int, rate: float, first: int = 0) -> torch.Tensor:
+    """Which elements dropout keeps: bool [*rows, columns] for row keys int32 [*rows], of the columns from number
+    `first` on. Computed block by block: the hash is four times as wide as the mask, and stays in the cache."""
+    numbers = torch.arange(first, first + columns, dtype=torch.int32, device=row_keys.device)
     threshold = int(rate * 2**32) - 2**31
     keys_r1 = row_keys.reshape(-1, 1)
     mask_rc = torch.empty(len(keys_r1), columns, dtype=torch.bool, device=row_keys.device)
