@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
+from manta.workers.data.batch_plan import most_micro_batches
 from manta.workers.data.batches import MicroBatch
-from manta.workers.model.stage import ModelStage, compile_layers, compute_in_fp8, wait_before_parts
+from manta.workers.model.stage import (
+    ModelStage,
+    call_around_parts,
+    compile_layers,
+    compute_in_fp8,
+    linear_layers,
+    parts_in_order,
+    wait_before_parts,
+)
 from manta.workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
 from manta.workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
-from manta.workers.parallel.data.flat import FlatParameters
+from manta.workers.parallel.data.flat import FlatParameters, Unit
 from manta.workers.parallel.data.loss_scaling import LossScale
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
 from manta.workers.parallel.data.state import StatePart, tensors_of
+from manta.workers.parallel.data.units import ElasticUnitReduction, GatheredWeights, UnitPasses, UnitReduction
 from manta.workers.parallel.data.zero import ZeroOptimizer
 from manta.workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
 from manta.workers.parallel.pipeline.runtime import Pipeline
+from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.fp8 import Fp8Products
 from manta.workers.parallel.tensor.products import Products
 from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
+from manta.workers.schedules.schedule import Action
 from manta.workers.system.host_memory import keep_freed_memory
 
 
@@ -52,20 +65,35 @@ class Engine:
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_bytes(comm.device.type == "cuda")
         decayed = spec.train.optimizer.weight_decay_groups
-        self.flat = FlatParameters(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed)
+        holder = comm.index(comm.grid.holders)
+        self.flat = FlatParameters(
+            *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
+            zero=layout.zero,
+            holder=holder,
+        )
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)
         shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
+        self.units: UnitPasses | None = None
+        """Under ZeRO 2 and 3, what happens before and after each unit computes."""
         self.reduction: GradientReduction
-        sums: StepSums
-        if spec.train.deterministic == "elastic":
+        sums: StepSums = StepSums(comm, CountedNorm(self.flat, self.flat.parts(holder), comm.index("tensor")))
+        when_done: Callable[[Action], None] | None = None
+        when_added: Callable[[torch.nn.Parameter], None] | None = None
+        if self.flat.by_unit:
+            kind = ElasticUnitReduction if spec.train.deterministic == "elastic" else UnitReduction
+            by_unit = self.reduction = kind(self.flat, comm, shared, self._uses(), spec)
+            if isinstance(by_unit, ElasticUnitReduction):
+                sums = ElasticStepSums(comm, by_unit)
+            when_done, when_added = by_unit.done, by_unit.added
+            self.units = self._unit_passes(by_unit, fp8)
+        elif spec.train.deterministic == "elastic":
             elastic = ElasticReduction(self.flat, comm, shared, spec, self.model.chunks)
             self.reduction, sums = elastic, ElasticStepSums(comm, elastic)
-            when_done, when_added = elastic.done, None
+            when_done = elastic.done
         else:
             self.reduction = GradientReduction(self.flat, comm, shared, self._uses())
-            sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
-            when_done, when_added = None, self.reduction.added if self.reduction.overlaps else None
+            when_added = self.reduction.added if self.reduction.overlaps else None
         if new_recording is None and comm.device.type == "cuda":
             new_recording = CudaRecording
         self.pipeline: Pipeline
@@ -76,13 +104,31 @@ class Engine:
         # On a CPU torch's kernels, pass after pass, are no slower, and need no compilation.
         one_pass = spec.train.compile and comm.device.type == "cuda"
         self.optimizer = ZeroOptimizer(
-            self.flat, spec.train.optimizer, comm, self.reduction, sums, 1 if layout.zero else 0, one_pass
+            self.flat, spec.train.optimizer, comm, self.reduction, sums, layout.zero, one_pass
         )
         if layout.gather == "beside_forward" and (arriving := self.optimizer.start_gather_with_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)
         if spec.train.compile:
             compile_layers(self.model)
         self.loss_scale = LossScale(spec.train.precision == "fp16")
+
+    def _unit_passes(self, reduction: UnitReduction, fp8: Fp8Products | None) -> UnitPasses:
+        """The passes of this rank's units, around which the model calls them."""
+        linear = defaultdict(list)
+        for _, module in linear_layers(self.model):
+            linear[self.flat.unit_of(module.weight)].append(module)
+
+        def arrived(unit: Unit) -> None:
+            """Layers whose weights share their memory with those of others are found by it, from now on this unit's."""
+            if fp8 is not None:
+                fp8.replace([module.weight for module in linear[unit]])
+            for module in linear[unit] if self.spec.train.compile else ():
+                compiled_operators.enter(module)
+
+        weights = GatheredWeights(self.flat, self.comm, arrived) if self.flat.zero == 3 else None
+        passes = UnitPasses(parts_in_order(self.model), self.flat, reduction, weights)
+        call_around_parts(self.model, passes.before, passes.after)
+        return passes
 
     def _uses(self) -> dict[torch.nn.Parameter, int]:
         """How many times a micro-batch adds to the gradient of each weight of the flat buffer's head."""
@@ -129,7 +175,12 @@ class Engine:
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
+            rounds = most_micro_batches(sequences, self.spec)
+            if self.units is not None:
+                self.units.begin(rounds)
             loss = self.pipeline.train(batch, scale)
+            if self.units is not None:
+                self.units.idle(rounds - len(batch), training=True)
             statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
@@ -139,6 +190,16 @@ class Engine:
             if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
+
+    def evaluate(self, batch: list[MicroBatch], sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward of this replica's micro-batches of a global batch of `sequences`; returns what `Pipeline.evaluate`
+        does."""
+        if self.units is None:
+            return self.pipeline.evaluate(batch)
+        self.units.begin()
+        sums = self.pipeline.evaluate(batch)
+        self.units.idle(most_micro_batches(sequences, self.spec) - len(batch), training=False)
+        return sums
 
     @property
     def not_recorded(self) -> str | None:

@@ -104,6 +104,8 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         if plan.parallel.get("stage_layers"):
             counts = format_counts(plan.parallel["stage_layers"])
             console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
+        if method := plan.parallel.get("context_method"):
+            console.print(f"Its context ranks exchange keys and values by {method}.", highlight=False)
         if types := plan.parallel.get("stage_accelerators"):
             console.print(f"Its stages are on {format_counts(types)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:

@@ -54,8 +54,16 @@ def format_value(value: Any) -> str:
 
 
 def layout_name(parallel: dict[str, Any]) -> str:
-    """A layout in short: tensor x pipeline x data."""
-    return f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"
+    """A layout in short: tensor x pipeline x data; the context size unless it is 1, and ZeRO 2 or 3."""
+    parts = [f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"]
+    parts += [f"{key} {parallel[key]}" for key in ("context", "zero") if parallel.get(key, 1) > 1]
+    return ", ".join(parts)
+
+
+def _described(parallel: dict[str, Any]) -> str:
+    """A layout with the names of its axes."""
+    shape, *more = layout_name(parallel).split(",")
+    return ",".join([f"{shape} (tensor x pipeline x data)", *more])
 
 
 def job_list(console: Console, jobs: Sequence[schemas.Job], filtered: bool = False) -> None:
@@ -190,7 +198,7 @@ def layout_of(job: schemas.Job) -> str:
     """Layout of a job and its number of ranks."""
     ranks = job.parallel.get("world_size")
     count = "" if ranks is None else f", {counted(ranks, 'rank')}"
-    return f"{layout_name(job.parallel)} (tensor x pipeline x data){count}"
+    return f"{_described(job.parallel)}{count}"
 
 
 def state_of(job: schemas.Job) -> str:
@@ -203,12 +211,12 @@ def layout_page(console: Console, answer: schemas.DryRun) -> None:
     layout = answer.layout
     if answer.lacks_slots:
         console.print(answer.plan_note, markup=False, highlight=False, soft_wrap=True)
-    shape = f"{layout_name(layout.parallel)} (tensor x pipeline x data)"
+    shape = _described(layout.parallel)
     counts = f"{counted(layout.world_size, 'rank')}, {counted(layout.micro_batches, 'micro-batch', 'micro-batches')}"
     console.print(f"{'layout' if answer.lacks_slots else 'the spec is valid'}: {shape}, {counts} per step")
     if layout.ranks:
-        rows = [(place.rank, place.tensor, place.pipeline, place.data) for place in layout.ranks]
-        table(console, ("RANK", "TENSOR", "PIPELINE", "DATA"), rows, "")
+        axes = _axes_of(layout.ranks)
+        table(console, ("RANK", *map(str.upper, axes)), [_place_of(place, axes) for place in layout.ranks], "")
     if answer.plan is not None:
         plan, memory = answer.plan, size(answer.plan.memory_bytes.total)
         console.print(
@@ -278,15 +286,26 @@ def metric_line(step: int | str, cells: Sequence[str]) -> str:
     return f"{step:>7}" + "".join(f"  {cell:>12}" for cell in cells)
 
 
+def _axes_of(ranks: Sequence[schemas.RankPlace]) -> tuple[str, ...]:
+    """Axes that a table of ranks has columns of: that of context only if a layout has several context ranks."""
+    axes = ("tensor", "pipeline", "data", "context")
+    return axes if any(rank.context for rank in ranks) else axes[:-1]
+
+
+def _place_of(rank: schemas.RankPlace, axes: Sequence[str]) -> tuple[Any, ...]:
+    return rank.rank, *(getattr(rank, axis) for axis in axes)
+
+
 def rank_table(console: Console, ranks: Sequence[schemas.Rank]) -> None:
     """The table of `manta ranks`."""
+    axes = _axes_of(ranks)
     rows = [
-        (rank.rank, rank.tensor, rank.pipeline, rank.data, rank.state, node_name(rank.node), rank.device or "-",
+        (*_place_of(rank, axes), rank.state, node_name(rank.node), rank.device or "-",
          rank.pid or "-", rank.generation, figure(rank.own_seconds, 3), figure(rank.wait_seconds, 3),
          size(rank.memory_bytes), "yes" if rank.straggler else "")
         for rank in ranks
     ]  # fmt: skip
-    headings = ("RANK", "TENSOR", "PIPELINE", "DATA", "STATE", "NODE", "DEVICE", "PID", "GENERATION", "OWN S", "WAIT S",
+    headings = ("RANK", *map(str.upper, axes), "STATE", "NODE", "DEVICE", "PID", "GENERATION", "OWN S", "WAIT S",
                 "MEMORY", "STRAGGLER")  # fmt: skip
     table(console, headings, rows, "the job has no ranks yet", spare=("GENERATION", "MEMORY", "DEVICE", "WAIT S"))
 

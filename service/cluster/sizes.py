@@ -3,9 +3,11 @@ arithmetic."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, Protocol
 
 from manta.service.cluster.placement import Capacity, stage_types
@@ -34,6 +36,7 @@ class Sized(Protocol):
 
     tensor: Any
     pipeline: Any
+    context: Any
     replicas: Any
 
 
@@ -50,29 +53,36 @@ def max_ranks(spec: JobSpec) -> int:
 
 
 def shapes_of(spec: JobSpec) -> list[JobSpec]:
-    """`spec`, and if `elastic.reshape` permits it, a variant with each smaller tensor x pipeline that divides its own
-    and is compatible with the rest of the spec: those with more ranks first, and for the same number those with the
-    larger tensor size."""
+    """`spec`, and if `elastic.reshape` permits it, a variant with each smaller tensor x pipeline x context that divides
+    its own and is compatible with the rest of the spec: those with more ranks first, and for the same number those with
+    the larger tensor size, then the larger number of stages."""
     own = spec.layout
     if not spec.elastic.reshape:
         return [spec]
-    pairs = [(t, p) for t in divisors(own.tensor) for p in divisors(own.pipeline)]
-    largest_first = sorted(pairs, key=lambda pair: (-pair[0] * pair[1], -pair[0]))
-    layouts = [_reshaped(own, *pair) for pair in largest_first[1:]]
+    shapes = product(*(divisors(size) for size in sizes_of_shape(own)))
+    largest_first = sorted(shapes, key=lambda shape: (-math.prod(shape), -shape[0], -shape[1]))
+    layouts = [_reshaped(own, *shape) for shape in largest_first[1:]]
     smaller = [spec.model_copy(update={"parallel": layout}) for layout in layouts]
     return [spec, *(shape for shape in smaller if not find_problems(shape))]
 
 
-def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int) -> ParallelConfig:
-    """`layout` with other tensor- and pipeline-parallel sizes. The types of node of its stages do not apply to another
-    number of stages."""
-    changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
+def sizes_of_shape(layout: ParallelConfig) -> tuple[int, int, int]:
+    """The sizes that `elastic.reshape` may change: tensor, pipeline, context."""
+    return layout.tensor, layout.pipeline, layout.context
+
+
+def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int, context: int) -> ParallelConfig:
+    """`layout` with other tensor-, pipeline- and context-parallel sizes. The types of node of its stages do not apply
+    to another number of stages."""
+    changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
     if pipeline != layout.pipeline:
         changed |= {"stage_layers": None, "stage_accelerators": None}
     if pipeline == 1 < layout.pipeline:  # nothing is left to schedule
         changed |= {"schedule": ONE_FORWARD_ONE_BACKWARD.name, "virtual_stages": 1}
     if tensor == 1 < layout.tensor:
         changed |= {"sequence_parallel": None}
+    if context == 1 < layout.context:  # no other rank has keys and values
+        changed |= {"context_method": None, "context_order": None}
     return layout.model_copy(update=changed)
 
 
@@ -90,7 +100,8 @@ def in_use(spec: JobSpec, job: Sized) -> JobSpec:
 
 def layout_in_use(submitted: ParallelConfig, job: Sized) -> ParallelConfig:
     """The layout that the job runs in, which was `submitted` with another."""
-    shape = _reshaped(submitted, job.tensor or submitted.tensor, job.pipeline or submitted.pipeline)
+    sizes = zip((job.tensor, job.pipeline, job.context), sizes_of_shape(submitted), strict=True)
+    shape = _reshaped(submitted, *(used or own for used, own in sizes))
     return shape.model_copy(update={"data": job.replicas or submitted.data})
 
 

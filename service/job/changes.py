@@ -62,6 +62,7 @@ class Relocate:
         """Why the next generation begins, in words."""
         layout = self.target.layout
         shape = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+        shape += f" x context {layout.context}" if layout.context > 1 else ""
         return f"placed again as {shape}: {self.why}"
 
 

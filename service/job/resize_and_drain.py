@@ -22,6 +22,7 @@ from manta.service.cluster.sizes import (
     room_for,
     shapes_of,
     sizes_of,
+    sizes_of_shape,
     smallest,
     with_freed_units,
 )
@@ -110,11 +111,11 @@ class ElasticityPlanner:
         return (could_grow or await self._larger_shape() is not None) and not await self._other_jobs_wait()
 
     async def _larger_shape(self) -> JobSpec | None:
-        """The submitted, larger tensor and pipeline sizes, if a job that runs with smaller ones could go back to
-        them."""
+        """The submitted, larger tensor, pipeline and context sizes, if a job that runs with smaller ones could go back
+        to them."""
         layout = self._gang.layout
-        sizes = [(shape.layout.tensor, shape.layout.pipeline) for shape in self._shapes]
-        larger = self._shapes[: sizes.index((layout.tensor, layout.pipeline))]
+        sizes = [sizes_of_shape(shape.layout) for shape in self._shapes]
+        larger = self._shapes[: sizes.index(sizes_of_shape(layout))]
         return await self._fitting(larger) if larger else None
 
     async def _fitting(self, shapes: Sequence[JobSpec]) -> JobSpec | None:

@@ -102,9 +102,11 @@ class Bounds:
         c, width = candidate, 4 if self.job.train.precision == "fp32" else 2
         turns_back, counts = SCHEDULES[c.schedule].turns_back, self.counts(c)
         moved = 0 if self.job.train.optimizer.offload else 8 + (4 if width == 2 else 0)
-        state = width + 4 + moved / c.data  # bytes per trained parameter
+        # Bytes of a parameter, and what is kept for its training.
+        own = width / (c.holders if c.zero == 3 else 1)
+        state = own + 4 / (c.holders if c.zero >= 2 else 1) + moved / c.holders
         if is_partly_frozen(self.job):
-            return self._min_bytes_in_part(c, counts, width, state - width)
+            return self._min_bytes_in_part(c, counts, own, state - own)
         # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
         # chunk's have come.
         most, kept = self._max_parameters(c) * state, self._kept_before(c)[1]
@@ -198,13 +200,13 @@ class Bounds:
         """A step that ends like this one, and the seconds of its tied gradients and of its update: the same for all
         micro-batches and recomputations, unless something of it depends on passes."""
         c = candidate
-        key = "end", c.tensor, c.pipeline, c.data, c.virtual_stages, c.schedule, self._max_parameters(c)
+        key = "end", c.tensor, c.pipeline, c.data, c.context, c.virtual_stages, c.schedule, self._max_parameters(c)
 
         def make() -> tuple[StepModel, float, float]:
             model = self.model(c)
             return model, model.tied_seconds(), model.optimizer_seconds()
 
-        return make() if self._ends_differ else self._once(key, make)
+        return make() if self._ends_differ or c.zero >= 2 else self._once(key, make)
 
     def _min_seconds_in_part(self, candidate: Candidate) -> tuple[float, float]:
         """`_min_pipeline` where layers differ in what of them is frozen."""
@@ -215,7 +217,7 @@ class Bounds:
 
     def message(self, candidate: Candidate, same_node: bool) -> float:
         """Seconds of a message between two stages, on one node or on two."""
-        key = "message", candidate.tensor, candidate.micro_batch, same_node
+        key = "message", candidate.tensor, candidate.context, candidate.micro_batch, same_node
         return self._once(key, lambda: self.model(candidate).message_to(same_node))
 
     def _min_pipeline(self, candidate: Candidate, model: StepModel) -> tuple[float, float]:
@@ -237,7 +239,8 @@ class Bounds:
         if p * v > 2:
             backward = min(backward, parts.times_of(min(counts[1:-1])).backward)
         message = 0.0
-        if p * candidate.tensor >= 16 and not model.groups.stages_share_node(0, 1):  # all of them are on two nodes
+        ranks = p * candidate.tensor * candidate.context
+        if ranks >= 16 and not model.groups.stages_share_node(0, 1):  # all of them are on two nodes
             message = self.message(candidate, same_node=False)
         there = first.forward + sum(times * each.forward for each, times in between) + (p - 1) * message
         back = first.backward_input + sum(times * each.backward_input for each, times in between) + (p - 1) * message
@@ -323,9 +326,9 @@ class Bounds:
         return more, ends[0].seconds - inner, ends[1].seconds - inner
 
 
-def _layer_of(candidate: Candidate) -> tuple[int, int, str]:
+def _layer_of(candidate: Candidate) -> tuple[object, ...]:
     """A key that is equal for candidates whose layers are."""
-    return candidate.tensor, candidate.micro_batch, candidate.recompute
+    return candidate.tensor, candidate.context, candidate.method, candidate.micro_batch, candidate.recompute
 
 
 def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:

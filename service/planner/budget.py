@@ -6,13 +6,15 @@ stages with more layers, is a part of its own. All parts together are the step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from manta.service.planner.candidates import METHODS
 from manta.service.planner.operations import Budget
 from manta.service.planner.pipeline import ROUNDING
 from manta.service.planner.step_time import StepModel, StepTime
 from manta.workers.accounting.flops import step_flops
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import INTERLEAVED
 from manta.workers.spec.divisors import divisors
@@ -60,6 +62,8 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
     }
     if mean.copies:
         seconds["copies"] = mean.copies
+    if mean.context:
+        seconds["context"] = mean.context
     words = _words(model)
     if time.tied > time.gradients:
         words["gradients"] = (
@@ -94,6 +98,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     """What each part is, and what would help: of the changes that the job's rules and sizes leave possible."""
     spec, layout, micro_batch = model.spec, model.spec.layout, model.spec.train.micro_batch_size
     replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
+    replicas += f" of {layout.context} context ranks" if layout.context > 1 else ""
     # One that does not divide a replica's samples leaves a micro-batch incomplete, which takes as long as the others.
     sizes = (size for size in divisors(-(-spec.train.global_batch_size // layout.data)) if size > micro_batch)
     is_allowed = any(_breaks_nothing(spec, "train", micro_batch_size=size) for size in sizes)
@@ -122,19 +127,37 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
             f"communication of {layout.tensor} tensor-parallel ranks",
             f"{narrower} with more pipeline stages" if narrower and has_layers else narrower,
         ),
+        "context": (
+            f"communication of {layout.context} context-parallel ranks ({layout.context_method or METHODS[0]})",
+            _either(*_less_context(spec)),
+        ),
         "copies": (
             f"copying activations of {layout.offload_layers} layers a stage to host memory and back",
             _either("fewer parallel.offload_layers", full),
         ),
         "host": ("waiting for the host to launch kernels", _either(larger, compiled)),
         "bubble": _bubble(model, _either("a larger global batch", smaller, fewer)),
-        "gradients": (
-            f"gradient reductions over {replicas} that do not overlap with computing",
-            _either(fewer, "a larger batch"),
-        ),
+        "gradients": _words_of_reductions(layout, replicas, _either(larger, fewer, "a larger batch")),
         "optimizer": _words_of_update(model, replicas),
         "replicas": (f"waiting for the slowest of {replicas}", fewer),
     }
+
+
+def _less_context(spec: JobSpec) -> Iterator[str]:
+    """What makes context ranks communicate less: of the other methods, those that the job may use."""
+    layout = spec.layout
+    if layout.data < spec.train.global_batch_size:
+        yield "a smaller context size with more replicas"
+    for method in METHODS:
+        if method != (layout.context_method or METHODS[0]) and _breaks_nothing(spec, "parallel", context_method=method):
+            yield f"parallel.context_method: {method}"
+
+
+def _words_of_reductions(layout: ParallelConfig, replicas: str, less: str) -> tuple[str, str]:
+    """`less`: what makes fewer of them, or gives them more to overlap with."""
+    what = "gradient reductions" if layout.zero < 3 else "gathers of weights and gradient reductions"
+    helps = less if layout.zero < 2 else f"{less}, or parallel.zero: 1 where memory allows"
+    return f"{what} over {replicas} that do not overlap with computing", helps
 
 
 def _either(*ways: str) -> str:

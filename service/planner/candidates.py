@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from manta.service.planner.hardware import Cluster
+from manta.workers.accounting.activation_bytes import saved_terms
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import RUN_BY_ENGINE, SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD
@@ -40,6 +42,14 @@ _PROPOSED = sorted(
 MAX_MICRO_BATCH, MAX_TOKENS = 64, 65_536
 """Most sequences of a micro-batch, or more of short ones up to so many tokens; beyond them products gain nothing."""
 
+METHODS: tuple[str, ...] = ("all_gather", "all_to_all", "ring")
+"""Ways in which context ranks exchange keys and values, the simplest first."""
+MIN_CONTEXT_TOKENS = 8192
+"""Shortest sequences that are split over context ranks; fewer tokens a rank can be had by smaller micro-batches."""
+MIN_KEPT = 0.5
+"""Least part of a device's memory that one sequence's activations take, without recomputation, where a rank with fewer
+tokens than a sequence has may be faster."""
+
 
 class Candidate(NamedTuple):
     """A layout and a micro-batch size. The order is by simplicity, which decides between equal times."""
@@ -53,16 +63,38 @@ class Candidate(NamedTuple):
     recompute: str
     stage_layers: tuple[int, ...] = ()
     """Layers of each virtual stage; empty: shared out evenly."""
+    context: int = 1
+    method: str | None = None
+    """How attention exchanges keys and values; None: the engine's default."""
+    zero: int = 1
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same parameters."""
+        return self.data * self.context
 
     @property
     def ranks(self) -> int:
         """Ranks of the whole job."""
-        return self.pipeline * self.tensor * self.data
+        return self.pipeline * self.tensor * self.holders
 
     @property
     def even(self) -> Candidate:
         """This candidate with layers shared out evenly."""
         return self._replace(stage_layers=())
+
+    @property
+    def size(self) -> Candidate:
+        """This candidate without what is only a matter of time: where its layers are, and how keys are exchanged."""
+        return self._replace(stage_layers=(), method=None)
+
+    @property
+    def sharded_further(self) -> tuple[Candidate, ...]:
+        """This candidate under ZeRO 2 and 3, if these would shard more. They communicate for each micro-batch, so they
+        are worth it where ZeRO 1 does not fit."""
+        if self.zero > 1 or self.pipeline > 1 or self.holders == 1:
+            return ()
+        return self._replace(zero=2), self._replace(zero=3)
 
     def on_one_stage(self, data: int = 1) -> Candidate:
         """This candidate with `data` replicas and without a pipeline."""
@@ -81,9 +113,10 @@ class Candidate(NamedTuple):
     def spec(self, job: JobSpec) -> JobSpec:
         """`job` under this layout, with the fields of its own one that the search does not choose."""
         wish = ParallelConfig() if isinstance(job.parallel, str) else job.layout
-        names = ("tensor", "pipeline", "data", "virtual_stages", "schedule", "recompute")
+        names = ("tensor", "pipeline", "data", "context", "virtual_stages", "schedule", "recompute", "zero")
         chosen = {name: getattr(self, name) for name in names} | {"stage_layers": self.stage_layers or None}
-        layout = wish.model_copy(update=chosen | {"zero": 1, "sequence_parallel": None})
+        chosen |= {"context_method": self.method, "sequence_parallel": None}
+        layout = wish.model_copy(update=chosen)
         train = job.train.model_copy(update={"micro_batch_size": self.micro_batch})
         return job.model_copy(update={"parallel": layout, "train": train})
 
@@ -91,14 +124,16 @@ class Candidate(NamedTuple):
 def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
     """All candidates, in no particular order."""
     batch, every = job.train.global_batch_size, is_complete(job, cluster)
-    for tensor, pipeline, data in axes(job, cluster):
+    for tensor, pipeline, data, context in axes(job, cluster):
         share = -(-batch // data)
-        for micro_batch in micro_batch_sizes(job, share):
+        sizes = micro_batch_sizes(job, share)
+        for micro_batch in sizes if context == 1 else sizes[:1]:
             m = -(-share // micro_batch)
             whole = batch % (data * pipeline * micro_batch) == 0
             for schedule, virtual_stages in schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
-                for recompute in RECOMPUTE:
-                    yield Candidate(pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute)
+                for recompute, method in product(RECOMPUTE, METHODS if context > 1 else (None,)):
+                    shape = pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute, ()
+                    yield Candidate(*shape, context, method)
 
 
 def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:
@@ -114,19 +149,35 @@ def is_complete(job: JobSpec, cluster: Cluster) -> bool:
     return cluster.gpus * job.model.layers <= COMPLETE
 
 
-def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """Tensor, pipeline and data sizes that there is room for and that the rules about single sizes allow; a tensor
-    group is always within one node."""
+def axes(job: JobSpec, cluster: Cluster) -> Iterator[tuple[int, int, int, int]]:
+    """Tensor, pipeline, data and context sizes that there is room for and that the rules about single sizes allow; a
+    tensor group is always within one node."""
     batch, layers, complete = job.train.global_batch_size, job.model.layers, is_complete(job, cluster)
     fewest, allowed = replicas_allowed(job)
     for tensor in _tensor_sizes(job, cluster.gpus_per_node):
-        groups = cluster.nodes * (cluster.gpus_per_node // tensor)
+        groups, contexts = cluster.nodes * (cluster.gpus_per_node // tensor), _context_sizes(job, cluster, tensor)
         for pipeline in range(1, layers + 1) if complete else _pipeline_sizes(layers):
             if pipeline > min(groups, max_stages(job)):
                 break
-            most = min(groups // pipeline, allowed)
-            for data in range(fewest, most + 1) if complete else _data_sizes(fewest, most, batch, pipeline):
-                yield tensor, pipeline, data
+            for context in contexts:
+                most = min(groups // (pipeline * context), allowed)
+                for data in range(fewest, most + 1) if complete else _data_sizes(fewest, most, batch, pipeline):
+                    yield tensor, pipeline, data, context
+
+
+def _context_sizes(job: JobSpec, cluster: Cluster, tensor: int) -> list[int]:
+    """Context sizes that may be best beside one of 1: powers of two, for long sequences, if there are more GPUs than
+    the batch has sequences for, or if a good part of a device's memory is taken by what is kept of one sequence."""
+    groups, (_, allowed) = cluster.nodes * (cluster.gpus_per_node // tensor), replicas_allowed(job)
+    if job.model.sequence_length < MIN_CONTEXT_TOKENS or groups == 1:
+        return [1]
+    alone = Candidate(1, tensor, 1, 1, SIMPLEST, 1, "none")
+    kept = job.model.layers * sum(saved_terms(alone.spec(job), 0, "none").values())
+    if groups <= allowed and kept < MIN_KEPT * cluster.machine.accelerator.memory_bytes:
+        return [1]
+    broken = broken_keys(alone.spec(job))
+    sizes = (2**power for power in range(groups.bit_length()))
+    return [size for size in sizes if broken_keys(alone._replace(context=size).spec(job)) <= broken]
 
 
 def _tensor_sizes(job: JobSpec, most: int) -> list[int]:

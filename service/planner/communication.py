@@ -32,7 +32,9 @@ class Groups:
 
     cluster: Cluster
     tensor: Group
-    data: Group
+    holders: Group
+    """Ranks that hold the same parameters: those of all replicas and context ranks."""
+    context: Group
     stage_stride: int
     """Distance between a rank and its counterpart in the next stage."""
 
@@ -44,16 +46,14 @@ class Groups:
 
 
 def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> Groups:
-    """The groups of a layout. Tensor groups are innermost; next come the replicas of a stage, or all stages of a
-    replica."""
-    t, p, d = layout.tensor, layout.pipeline, layout.data
-    data_stride, stage_stride = (t, t * d) if software.replicas_inside else (t * p, t)
-    return Groups(
-        cluster,
-        _group(t, 1, cluster, software),
-        _group(d, data_stride, cluster, software),
-        stage_stride,
-    )
+    """The groups of a layout. Tensor groups are innermost, then context groups; next come the replicas of a stage, or
+    all stages of a replica."""
+    t, p, d, c = layout.tensor, layout.pipeline, layout.data, layout.context
+    data_stride, stage_stride = (t * c, t * c * d) if software.replicas_inside else (t * c * p, t * c)
+    context, holders = _group(c, t, cluster, software), _group(d, data_stride, cluster, software)
+    if c > 1:
+        holders = Group(c * d, context.per_node * holders.per_node, context.through_hosts or holders.through_hosts)
+    return Groups(cluster, _group(t, 1, cluster, software), holders, context, stage_stride)
 
 
 def _group(size: int, stride: int, cluster: Cluster, software: Software) -> Group:

@@ -24,6 +24,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "computing": (("arithmetic", "products", "elementwise", "host", "copies"), ("forward", "backward")),
     "recomputation": (("recomputation",), ("recompute",)),
     "tensor communication": (("tensor",), ("tensor_communication",)),
+    "context communication": (("context",), ("context_communication",)),
     "waiting for other stages": (("bubble",), ("bubble", "pipeline_communication")),
     "sums of gradients": (("gradients", "replicas"), ("data_communication",)),
     "update": (("optimizer",), ("optimizer",)),

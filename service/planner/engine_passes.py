@@ -8,7 +8,8 @@ between two products into one kernel (decision 0029). Shapes are those of `layer
 from __future__ import annotations
 
 from manta.service.planner.communication import Groups
-from manta.service.planner.layer_time import LayerTime
+from manta.service.planner.context_time import scores_computed
+from manta.service.planner.layer_time import LayerTime, as_recomputation
 from manta.service.planner.operations import WIDE, Budget, attention_seconds, memory_seconds
 from manta.service.planner.software import Software
 from manta.workers.accounting.step_peak import LOSS_ELEMENTS, LOSS_ROWS
@@ -115,7 +116,7 @@ class EnginePasses(LayerTime):
                     else:  # a copy of one half, two products and two sums of halves
                         self._elements(budget, 6 * self.width * self.tokens * turned, 5)
             case Attention():
-                self._attention_forward(budget)
+                self._attend(budget, self._attention_forward)
             case Activation(xs=xs, y=y) if self.compiled:
                 self._elements(budget, (1 + len(xs)) * self.width * self._elements_of(y))
             case Activation():
@@ -131,7 +132,8 @@ class EnginePasses(LayerTime):
         shape = self.machine, count, model.sequence_length, model.head_size, self.width
         for part, masked in ((1 - self._windowed, False), (self._windowed, True)):
             seconds = attention_seconds(*shape, masked)
-            budget.attention += part * (seconds[0] if times == 1.0 else seconds[1])
+            computed = 1 / self.spec.layout.context if masked else 2 * scores_computed(self.spec)
+            budget.attention += computed * part * (seconds[0] if times == 1.0 else seconds[1])
         budget.operations += 1 if times == 1.0 else 3
 
     def _residual_backward(self, budget: Budget) -> None:
@@ -157,7 +159,7 @@ class EnginePasses(LayerTime):
                 for columns, turned in tensors:
                     self._elements(budget, self.width * self.tokens * (2 * columns + 6 * turned), 7)
             case Attention(y=y, keys=keys):
-                self._attention_backward(budget)
+                self._attend(budget, self._attention_backward, backward=True)
                 if self.grouped:  # each head's gradients of keys and values, and their sums over groups
                     moved = self.width * self.tokens * (4 * y.columns + 2 * keys)
                     budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
@@ -217,14 +219,14 @@ class EnginePasses(LayerTime):
             return super().recomputed().plus(Budget(operations=UNDER_HOOKS))
         again = Budget()
         if "core_attention" in layout.recompute_modules:
-            self._attention_forward(again)
+            self._attend(again, self._attention_forward)
         for each in self.table.operations:
             match each:
                 case Norm(y=y, rms=rms) if y.recomputed_by in layout.recompute_modules:
                     self._norm(again, self._elements_of(y), rms)
                 case Activation(y=y) if y.recomputed_by in layout.recompute_modules:
                     self._activate(again, each)
-        return Budget(recomputation=again.device_seconds, operations=again.operations)
+        return as_recomputation(again)
 
     # The ends of the model.
 

@@ -10,6 +10,7 @@ from typing import Any
 from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
+from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
@@ -31,6 +32,8 @@ MAX_LISTED = 16
 """Most virtual stages whose layers are listed in a change."""
 _TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
 """Pairs of axes between which a factor of two may move."""
+_CONTEXT_TRADES = (("context", "data"), ("context", "tensor"), ("context", "pipeline"))
+"""The same of long sequences, or of layouts that split them."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("train", micro_batch_size=2 * micro)
     if micro % 2 == 0:
         yield of("train", micro_batch_size=micro // 2)
-    for axes in _TRADES:
+    is_long = parallel["context"] > 1 or spec.model.sequence_length >= MIN_CONTEXT_TOKENS
+    for axes in (*_TRADES, *(_CONTEXT_TRADES if is_long else ())):
         for more, fewer in (axes, axes[::-1]):
             if parallel[fewer] % 2 == 0:
                 yield of("parallel", **{more: 2 * parallel[more], fewer: parallel[fewer] // 2})
@@ -185,8 +189,16 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         yield of("parallel", schedule=schedule, virtual_stages=stages)
     for counts in _lists(spec):
         yield of("parallel", stage_layers=counts)
-    if parallel["data"] > 1:
-        yield of("parallel", zero=1 - min(1, parallel["zero"]))
+    if parallel["context"] > 1:
+        for method in METHODS:
+            if method != (parallel["context_method"] or METHODS[0]):
+                yield of("parallel", context_method=method)
+        order = "zigzag" if parallel["context_order"] == "contiguous" else "contiguous"
+        yield of("parallel", context_order=order)
+    if spec.layout.holders > 1:
+        for zero in (0, 1, 2, 3) if parallel["pipeline"] == 1 else (0, 1):
+            if zero != parallel["zero"]:
+                yield of("parallel", zero=zero)
 
 
 def _chunks(parallel: dict[str, Any]) -> tuple[int, int, bool]:

@@ -8,10 +8,12 @@ element-wise kernels count each tensor that is read or written once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from manta.service.planner.communication import Groups, gather_seconds, reduce_seconds
+from manta.service.planner.context_time import ContextTime, scores_computed
 from manta.service.planner.hardware import HOST_COPY
 from manta.service.planner.operations import (
     ROW_BYTES,
@@ -249,7 +251,7 @@ class LayerTime:
                 if operation.projects:  # bias, or turning and splitting
                     self._elements(budget, 2 * width * sum(map(self._elements_of, ys)))
             case Attention():
-                self._attention_forward(budget)
+                self._attend(budget, self._attention_forward)
             case Activation(xs=xs, y=y):
                 self._elements(budget, ((1 if self.software.fused else 3) + len(xs)) * width * self._elements_of(y))
 
@@ -260,6 +262,19 @@ class LayerTime:
         """Bias, dropout and residual behind a block."""
         tensors = 3 if self.software.fused or not self.has_dropout else 7
         return (tensors * self.width + (MASK if self.has_dropout else 0)) * self.outside * self.hidden
+
+    def _attend(self, budget: Budget, compute: Callable[[Budget], None], backward: bool = False) -> None:
+        """Core attention, and the communication of its context group."""
+        before = budget.attention
+        compute(budget)
+        if self.groups.context.size > 1:
+            context = ContextTime(self.spec, self.groups, self.attention)
+            own = context.method == "ring"
+            work = self.software.overlaps_tensor * (budget.attention - before) if own else 0.0
+            budget.context += context.seconds(work, backward)
+            budget.context += context.waits(backward) * self.machine.constants.skew_seconds
+            budget.attention += memory_seconds(self.machine, context.merged_bytes)
+            budget.operations += context.operations(backward)
 
     def _attention_forward(self, budget: Budget) -> None:
         if self.spec.attention_is_explicit:
@@ -274,12 +289,13 @@ class LayerTime:
             self._fused_attention(budget, 2.5)
 
     def _explicit_attention(self, budget: Budget, context: int, softmax: int) -> None:
-        """Batched products over [s, s] scores, one of which computes scores and `context` of which read them; the
+        """Batched products over [s/c, s] scores, one of which computes scores and `context` of which read them; the
         softmax moves `softmax` tensors of scores."""
         machine, model, count = self.machine, self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
-        s, d, scores = model.sequence_length, model.head_size, count * model.sequence_length**2
-        budget.attention += product_seconds(machine, s, s, d, count, self.width, unit_of(s, d))
-        budget.attention += context * product_seconds(machine, s, d, s, count, self.width, unit_of(s, d))
+        s, d, rows = model.sequence_length, model.head_size, model.sequence_length // self.spec.layout.context
+        scores = count * rows * s
+        budget.attention += product_seconds(machine, rows, s, d, count, self.width, unit_of(s, d))
+        budget.attention += context * product_seconds(machine, rows, d, s, count, self.width, unit_of(s, d))
         budget.attention += memory_seconds(machine, scores * softmax * self.width)
         if self.has_dropout:
             budget.attention += memory_seconds(machine, scores * (2 * self.width + MASK))
@@ -294,11 +310,12 @@ class LayerTime:
         model, count = self.spec.model, self.spec.train.micro_batch_size * self.attention.heads
         s, d, core = model.sequence_length, model.head_size, self.machine.core
         if core is None:
-            causal, width, rate = 0.5, float(d), 0.5 * product_rate(self.machine, self.width)
+            block, width, rate = 1, float(d), 0.5 * product_rate(self.machine, self.width)
         else:  # the softmax counts
-            blocks, width = -(-s // KEYS_OF_BLOCK), d + core.attention_width
-            causal, rate = (blocks + 1) / (2 * blocks), core.product_rate(self.width) * self.machine.threads
-        part = causal + (1 - causal) * self._windowed
+            block, width, rate = KEYS_OF_BLOCK, d + core.attention_width, core.product_rate(self.width)
+            rate *= self.machine.threads
+        causal = scores_computed(self.spec, block)
+        part = causal + (1 / self.spec.layout.context - causal) * self._windowed
         budget.attention += times * 4.0 * part * s * s * width * count / rate
         moved = 2 * (self.attention.y.columns + self.attention.keys) * self.tokens * self.width
         budget.attention += times * memory_seconds(self.machine, moved)
@@ -337,7 +354,7 @@ class LayerTime:
             case Products():
                 self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
             case Attention():
-                self._attention_backward(budget)
+                self._attend(budget, self._attention_backward, backward=True)
             case Activation(xs=xs, y=y):
                 moved = (3 if self.software.fused else 5) + len(xs)
                 self._elements(budget, moved * self.width * self._elements_of(y))
@@ -407,18 +424,15 @@ class LayerTime:
         if layout.recompute == "none":
             return Budget()
         if layout.recompute == "full":
-            again = self.forward()
-            return Budget(
-                recomputation=again.device_seconds - again.tensor, tensor=again.tensor, operations=again.operations
-            )
+            return as_recomputation(self.forward())
         again = Budget()
         if "core_attention" in layout.recompute_modules:
-            self._attention_forward(again)
+            self._attend(again, self._attention_forward)
         for module in ("norm", "mlp_activation"):
             made = [each.x for each in self.table.products if each.x.recomputed_by == module]
             if module in layout.recompute_modules:
                 self._elements(again, 2 * self.width * sum(map(self._elements_of, made)))
-        return Budget(recomputation=again.device_seconds, operations=again.operations)
+        return as_recomputation(again)
 
     # The ends of the model.
 
@@ -478,3 +492,9 @@ class LayerTime:
         budget.accumulation *= parts  # the weight's gradient is read and written for each
         budget.operations *= parts
         return budget.plus(self._logits_forward())
+
+
+def as_recomputation(again: Budget) -> Budget:
+    """A forward that backward repeats; its communication stays communication."""
+    computes = again.device_seconds - again.tensor - again.context
+    return Budget(recomputation=computes, tensor=again.tensor, context=again.context, operations=again.operations)

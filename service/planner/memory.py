@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from manta.service.planner.candidates import MIN_CONTEXT_TOKENS
 from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
@@ -271,6 +272,8 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
 
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
+    if layout.holders > 1 and layout.pipeline == 1:
+        yield from ((f"parallel.zero: {zero}", with_layout(zero=zero)) for zero in (2, 3) if zero > layout.zero)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")
     if not spec.train.head_tokens and spec.train.micro_batch_size * spec.model.sequence_length > HEAD_TOKENS:
@@ -291,8 +294,10 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
         there = spec.train.optimizer.model_copy(update={"offload": True})
         yield "train.optimizer.offload: true", with_train(optimizer=there)
     for times in (2, 4, 8, 16, 32, 64):
-        tensor, pipeline = layout.tensor * times, layout.pipeline * times
+        tensor, pipeline, context = layout.tensor * times, layout.pipeline * times, layout.context * times
         yield f"parallel.tensor: {tensor}", with_layout(tensor=tensor)
         fits = pipeline * layout.virtual_stages <= spec.model.layers
         if fits and not SCHEDULES[layout.schedule].in_groups and not is_placed:
             yield f"parallel.pipeline: {pipeline}", with_layout(pipeline=pipeline, stage_layers=None)
+        if spec.model.sequence_length >= MIN_CONTEXT_TOKENS:
+            yield f"parallel.context: {context}", with_layout(context=context)

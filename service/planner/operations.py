@@ -147,6 +147,8 @@ class Budget:
     """Recomputation in backward."""
     tensor: float = 0.0
     """Communication of the tensor group that nothing hides."""
+    context: float = 0.0
+    """Communication of the context group that nothing hides."""
     host: float = 0.0
     """Waiting for the host to launch the next operation."""
     operations: float = 0
@@ -162,7 +164,7 @@ class Budget:
     def device_seconds(self) -> float:
         """Seconds without waiting for the host."""
         computes = self.products + self.attention + self.elementwise + self.accumulation + self.recomputation
-        return computes + self.tensor + self.copies
+        return computes + self.tensor + self.context + self.copies
 
     def wait_for_host(self, machine: Machine) -> Budget:
         """Makes the pass at least as long as the host takes for all its operations, or longer by that time if the host

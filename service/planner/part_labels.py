@@ -8,6 +8,7 @@ PHASE_LABELS = {
     "backward": "backward",
     "recompute": "recompute",
     "tensor_communication": "tensor-parallel comm",
+    "context_communication": "context-parallel comm",
     "pipeline_communication": "pipeline comm",
     "data_communication": "data-parallel comm",
     "bubble": "pipeline bubble",
@@ -22,6 +23,7 @@ PART_LABELS = {
     "recomputation": "recompute",
     "bubble": "pipeline bubble",
     "tensor": "tensor-parallel comm",
+    "context": "context-parallel comm",
     "pipeline": "pipeline comm",
     "data": "data-parallel comm",
     "optimizer": "optimizer",
@@ -37,6 +39,7 @@ PART_LABELS = {
     # Groups in which a plan is compared with measurements:
     "computing": "compute",
     "tensor communication": "tensor-parallel comm",
+    "context communication": "context-parallel comm",
     "waiting for other stages": "pipeline bubble and comm",
     "sums of gradients": "data-parallel comm",
     "update": "optimizer",

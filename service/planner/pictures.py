@@ -21,7 +21,7 @@ _PASSES = {
 """Name and colour of each kind of pass."""
 _COLOURS = (
     "#4c78a8", "#9ecae9", "#88d27a", "#f58518", "#e45756", "#b279a2", "#d8d8d8", "#ffbf79", "#54a24b", "#8c6d31",
-    "#79706e",
+    "#79706e", "#d37295",
 )  # fmt: skip
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "buffers")
 

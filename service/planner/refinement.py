@@ -174,7 +174,7 @@ def observation(job: str, at: float, planned: Mapping[str, Any], measured: Measu
     for group in compared(planned, measured):
         whole, took = group.planned, group.measured
         share = min(whole / planned["step_seconds"], took / measured.step_seconds)
-        used = {name: float(each) for name, each in dependence["seconds"][group.name].items()}
+        used = {name: float(each) for name, each in dependence["seconds"].get(group.name, {}).items()}
         for name, each in used.items():
             total[name] += each
         if share >= MIN_SHARE and used:

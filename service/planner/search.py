@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -179,9 +179,8 @@ def search(
         if ranks is not None and candidate.ranks != ranks:
             continue
         least = bounds.min_bytes(candidate)
-        if least <= usable:
-            left.append(candidate)
-        elif _is_better(no_state, candidate, least) and not find_problems(candidate.spec(job)):
+        left += with_room(candidate, least, bounds, usable)
+        if least > usable and _is_better(no_state, candidate, least) and not find_problems(candidate.spec(job)):
             _keep_best(no_state, candidate, least)
     best = fastest(left, bounds, limit)
     for least, candidate in no_state.values():
@@ -199,6 +198,15 @@ def _without_layout(job: JobSpec, cluster: Cluster) -> tuple[Rejected, ...]:
     broken = [f"{problem.path}: {problem.rule}" for problem in find_problems(spec) if problem.path != "data"]
     problem = placement_problem(spec, cluster) or next(iter(broken), None)
     return () if problem is None else (Rejected(spec, problem),)
+
+
+def with_room(candidate: Candidate, least: float, bounds: Bounds, usable: float) -> Iterator[Candidate]:
+    """The candidate, which takes `least` bytes, if these are not more than the `usable` bytes of a device; otherwise
+    those under ZeRO 2 and 3 that may fit."""
+    if least <= usable:
+        yield candidate
+    else:
+        yield from (each for each in candidate.sharded_further if bounds.min_bytes(each) <= usable)
 
 
 def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float = math.inf) -> Best:
@@ -227,6 +235,8 @@ def fastest(left: Iterable[Candidate], bounds: Bounds, limit: int, most: float =
         else:
             _keep_best(best.too_large, candidate, memory.total)
             no_room.append((candidate, memory.total))
+            for further in candidate.sharded_further:
+                heapq.heappush(waiting, _waiting(bounds.min_seconds(further), further, True))
     best.waiting, best.sufficient_by_then = waiting, frozenset(best.enough)
     for candidate, needed in no_room:
         other = fitted(candidate, needed, bounds, usable, best.most)
@@ -353,12 +363,12 @@ class Best:
         """Add a layout that fits."""
         seconds = float(f"{plan.time.seconds:.9g}")  # the last bits are of rounding and decide nothing
         self.enough.add(candidate.recomputing_nothing)
-        if seconds >= self.most or (candidate.even in self._found and self._found[candidate.even][0] <= seconds):
+        if seconds >= self.most or (candidate.size in self._found and self._found[candidate.size][0] <= seconds):
             return
-        self._found[candidate.even] = seconds, candidate, plan
+        self._found[candidate.size] = seconds, candidate, plan
         ordered = self._ordered()
         for slow, worse, _ in ordered[self._kept :]:
-            del self._found[worse.even]
+            del self._found[worse.size]
             _keep_best(self.slower, worse, slow)
         if len(ordered) >= self._kept:
             self.most = ordered[self._kept - 1][0]
@@ -419,13 +429,13 @@ def smallest_cluster(job: JobSpec, cluster: Cluster) -> str | None:
     for times in (2, 4, 8, 16, 32, 64, 128, 256, 512):
         larger = Cluster(cluster.machine, cluster.nodes * times, cluster.gpus_per_node)
         bounds, usable = Bounds(job, larger, engine_on(larger.machine)), usable_bytes(larger)
-        for tensor, pipeline, data in axes(job, larger):
+        for tensor, pipeline, data, context in axes(job, larger):
             least = min(micro_batch_sizes(job, 1))
-            candidate = Candidate(pipeline, tensor, data, 1, SIMPLEST, least, "full")
-            if bounds.min_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
-                continue
-            if worst_rank(spec, larger.machine).total <= usable:
-                return (
-                    f"{larger.nodes} nodes of {larger.gpus_per_node} ({usable / GIB:.0f} GiB per rank) would be enough"
-                )
+            plain = Candidate(pipeline, tensor, data, 1, SIMPLEST, least, "full", context=context)
+            for candidate in (plain, *plain.sharded_further):
+                if bounds.min_bytes(candidate) > usable or find_problems(spec := candidate.spec(job)):
+                    continue
+                if worst_rank(spec, larger.machine).total <= usable:
+                    per_rank = f"{usable / GIB:.0f} GiB per rank"
+                    return f"{larger.nodes} nodes of {larger.gpus_per_node} ({per_rank}) would be enough"
     return None

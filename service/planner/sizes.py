@@ -13,7 +13,7 @@ from manta.service.planner.candidates import Candidate, candidates, is_complete
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.memory import Fit, tightest, usable_bytes
 from manta.service.planner.mixed_search import best_layouts
-from manta.service.planner.search import Plan, fastest, placement_problem, plan_of
+from manta.service.planner.search import Plan, fastest, placement_problem, plan_of, with_room
 from manta.service.planner.software import Software
 from manta.workers.config import JobSpec
 
@@ -131,7 +131,8 @@ def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Pla
 
 def _with_room(job: JobSpec, cluster: Cluster, bounds: Bounds, usable: float) -> Iterator[Candidate]:
     """Layouts that may fit into `usable` bytes of a device."""
-    return (candidate for candidate in candidates(job, cluster) if bounds.min_bytes(candidate) <= usable)
+    for candidate in candidates(job, cluster):
+        yield from with_room(candidate, bounds.min_bytes(candidate), bounds, usable)
 
 
 def _by_nodes(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[SizedPlan]:

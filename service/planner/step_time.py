@@ -27,7 +27,7 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
+from manta.workers.accounting.flops import parameter_counts, trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
@@ -223,7 +223,7 @@ class StepModel:
         if core is None:
             return None
         nodes = -(-layout.world_size // self.cluster.gpus_per_node)
-        machine, alike = self.cluster.machine, layout.tensor * layout.data
+        machine, alike = self.cluster.machine, layout.tensor * layout.holders
         return SharedCores(nodes * machine.cores, alike, core.all_busy, machine.threads)
 
     def _alike(self, seconds: float) -> float:
@@ -307,15 +307,39 @@ class StepModel:
 
     def gradient_seconds(self, backward: float) -> float:
         """The part of the reduction over replicas that nothing hides; `backward`: shortest of a virtual stage."""
-        size, data = self.parameters * self.software.gradient_bytes, self.groups.data
+        if self.spec.layout.zero >= 2:
+            return self._alike(self._sharded_seconds(backward))
+        size, holders = self.parameters * self.software.gradient_bytes, self.groups.holders
         if self.software.shards_optimizer:
-            whole = gather_seconds(data, self.cluster, size)
+            whole = gather_seconds(holders, self.cluster, size)
         else:
-            whole = reduce_seconds(data, self.cluster, size)
+            whole = reduce_seconds(holders, self.cluster, size)
         if not self.software.overlaps_gradients:
             return self._alike(whole)
         # Overlaps with the backward of the step's last micro-batch, in which gradients become complete.
         return max(0.0, whole - backward * self.spec.layout.virtual_stages)
+
+    def _sharded_seconds(self, backward: float) -> float:
+        """The part of the communication of ZeRO 2 and 3 that nothing hides. Every micro-batch's backward, which takes
+        `backward` seconds, reduces gradients. With ZeRO 3 forward gathers the weights of all units (the embedding, each
+        layer, the output layer), backward those of the layers that it reaches, each beside the computation of the unit
+        before (`workers/parallel/data/units.py`)."""
+        m, layers = self.spec.micro_batches, self.spec.model.layers
+
+        def by_units(size: float, units: int) -> float:
+            return units * gather_seconds(self.groups.holders, self.cluster, size / units) if units else 0.0
+
+        reduce = by_units(self.parameters * self.software.gradient_bytes, layers + 2)
+        first = ahead = again = 0.0
+        if self.spec.layout.zero == 3:
+            reached = layers - max(0, first_trained_layer(self.spec.model, self.spec.train.frozen))
+            counts = parameter_counts(self.spec.model, self.spec.layout.tensor, vocabulary_rows(self.spec))
+            ahead = by_units((counts.before[-1] + counts.both) * self.layer.width, layers + 2)
+            again = by_units((counts.before[-1] - counts.before[layers - reached]) * self.layer.width, reached)
+            first = ahead / (layers + 2)  # which nothing comes before
+        if not self.software.overlaps_gradients:
+            return m * (reduce + ahead + again)
+        return m * (first + max(0.0, ahead - first - self._forward()) + max(0.0, again + reduce - backward))
 
     def _update(self, parameters: float) -> float:
         """Seconds of an update of this many parameters, without any waiting."""
@@ -342,12 +366,12 @@ class StepModel:
         offload = self.spec.train.optimizer.offload
         update = (self._offloaded_update if offload else self._update)(self.parameters / split)
         update += self._update_wait()
-        if not self.software.shards_optimizer:
+        if not self.software.shards_optimizer or layout.zero == 3:
             return self._alike(update)
         # The parameters that each replica has updated, or without ZeRO the gradients that it has summed, go to all
         # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
-        gather = gather_seconds(self.groups.data, self.cluster, self.parameters * width)
+        gather = gather_seconds(self.groups.holders, self.cluster, self.parameters * width)
         return self._alike(update + gather - (min(gather, self._forward()) if self._gather_overlaps_forward else 0.0))
 
     @property

@@ -110,9 +110,11 @@ def _with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster, free: 
     if plan is None or free is None:
         plan, free, where = _fastest(_searched(job, elastic), cluster), cluster, ""
     layout, among = plan.spec.layout, sum(part.gpus for part in free.parts)
+    context = f", context {layout.context} ({layout.context_method})" if layout.context > 1 else ""
+    zero = f", zero {layout.zero}" if layout.zero > 1 else ""
     note = (
-        f"parallel: {layout.tensor}x{layout.pipeline}x{layout.data} (tensor x pipeline x data), recompute "
-        f"{layout.recompute}: the fastest layout that fits on {_counted(among, where, cluster)}, by estimate "
+        f"parallel: {layout.tensor}x{layout.pipeline}x{layout.data} (tensor x pipeline x data){context}{zero}, "
+        f"recompute {layout.recompute}: the fastest layout that fits on {_counted(among, where, cluster)}, by estimate "
         f"{plan.time.seconds:.3g} s per step"
     )
     return Decided(plan.spec, (note, *_choices(spec, plan.spec)))
@@ -135,7 +137,7 @@ def _fastest(job: JobSpec, cluster: Cluster) -> Plan:
 def _with_rest(spec: JobSpec, cluster: Cluster) -> Decided:
     """Precision and micro-batch size of `spec`, whose layout is given. Raises SpecError if it does not fit."""
     decided, total, alone = with_precision(spec, cluster), sum(part.gpus for part in cluster.parts), None
-    if total > 1 and not {"tensor", "pipeline", "data"} & spec.layout.model_fields_set:
+    if total > 1 and not {"tensor", "pipeline", "context", "data"} & spec.layout.model_fields_set:
         alone = f"1 of {_counted(total, '', cluster)} used"
     reason = _reason_not_planned(decided)
     if reason is None:

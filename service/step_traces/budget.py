@@ -22,15 +22,16 @@ from manta.workers.timing.recording import Slice
 from manta.workers.training.metric_names import VALIDATION_LOSS
 
 PARTS = (
-    *("arithmetic", "products", "recomputation", "bubble", "tensor", "pipeline", "data"),
+    *("arithmetic", "products", "recomputation", "bubble", "tensor", "context", "pipeline", "data"),
     *("optimizer", "loader", "snapshot", "rest"),
 )
-"""All parts, beginning with the peak."""
+"""All parts, beginning with the peak; `context` only of jobs with context parallelism."""
 _HELP = {
     "products": "larger matmuls (a larger micro-batch, a smaller tensor size), or `train.compile: true`",
     "recomputation": "less recomputation, where memory allows: a smaller micro-batch, or more stages",
     "bubble": "more micro-batches, more virtual stages, or a zero-bubble schedule",
     "tensor": "a smaller tensor size with more pipeline stages",
+    "context": "a smaller context size with more replicas, or another `parallel.context_method`",
     "pipeline": "fewer stages, or stages that share a node",
     "data": "fewer replicas, a larger global batch, or replacing slow ranks",
     "rest": "fewer validations (`train.validate_every`), if the measured steps include one",
@@ -43,6 +44,7 @@ _PLANNED = {
     **dict.fromkeys(("products", "elementwise", "host"), "products"),
     "recomputation": "recomputation",
     "tensor": "tensor",
+    "context": "context",
     "bubble": "bubble",
     **dict.fromkeys(("gradients", "replicas"), "data"),
     "optimizer": "optimizer",
@@ -53,6 +55,7 @@ _MEASURED = {
     "backward": "passes",
     "recompute": "recomputation",
     "tensor_communication": "tensor",
+    "context_communication": "context",
     "pipeline_communication": "pipeline",
     "data_communication": "data",
     "bubble": "bubble",
@@ -96,6 +99,7 @@ def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
         "recomputation": "forward work repeated during backward",
         "bubble": "waits for messages of other stages, and after the last pass",
         "tensor": "communication of tensor-parallel ranks, including waits for each other",
+        "context": "exchange of keys and values between context ranks, including waits for each other",
         "pipeline": "transfers between stages",
         "data": "gradient reductions, parameter gathers and agreement, including waits for slower replicas",
         "optimizer": "the update of the parameters",
@@ -125,7 +129,7 @@ def _part_of(each: Slice, around: Sequence[Slice]) -> str:
     if each.kind in PASSES:
         return "passes"
     if each.kind == "collective":
-        return "tensor" if each.axis == "tensor" else "data"
+        return each.axis if each.axis in ("tensor", "context") else "data"
     return {
         "recompute": "recomputation",
         **dict.fromkeys(("send", "receive"), "pipeline"),
@@ -157,7 +161,12 @@ def _parts(seconds: Mapping[str, float], whole: float, ideal: float | None, how:
         **how,
         "arithmetic": unknown if ideal is None else "the model's FLOPs at the peak rate of all ranks' devices",
     }
-    return tuple(Part(name, by_name[name], said.get(name, ""), _HELP.get(name, "")) for name in PARTS)
+    return tuple(Part(name, by_name[name], said.get(name, ""), _HELP.get(name, "")) for name in _parts_of(by_name))
+
+
+def _parts_of(seconds: Mapping[str, float]) -> tuple[str, ...]:
+    """The parts of a step, of which these are known."""
+    return tuple(name for name in PARTS if name != "context" or seconds.get(name))
 
 
 def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, ...]:
@@ -208,7 +217,7 @@ def of_plan(shares: Sequence[Share]) -> tuple[Part, ...]:
         said.setdefault(name, []).append(share.what)
     return tuple(
         Part(name, sums[name], "planned: " + "; ".join(said[name]) if name in said else "not planned", "")
-        for name in PARTS
+        for name in _parts_of(sums)
     )
 
 

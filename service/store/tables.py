@@ -87,6 +87,8 @@ class Job(Base):
     """Tensor-parallel size in use; None: as in the spec."""
     pipeline: Mapped[int | None] = mapped_column()
     """Pipeline-parallel size in use; None: as in the spec."""
+    context: Mapped[int | None] = mapped_column()
+    """Context-parallel size in use; None: as in the spec."""
     wanted_replicas: Mapped[int | None] = mapped_column()
     """Data-parallel replicas that the user last asked for; None: as in the spec."""
     generation: Mapped[int] = mapped_column(default=0)

@@ -126,6 +126,7 @@ def _layout(history: JobHistory, committed: Generation) -> dict[str, Value]:
         "manta.layout.tensor": layout.tensor,
         "manta.layout.pipeline": layout.pipeline,
         "manta.layout.data": layout.data,
+        "manta.layout.context": layout.context,
         "manta.ranks": layout.world_size,
     }
 

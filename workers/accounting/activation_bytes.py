@@ -4,8 +4,8 @@
 2) up to the norms' statistics. Parameters are not activations. Recomputed activations exist for one layer at a time and
 are added for that time.
 
-Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head size, f inner width of the MLP, v
-vocabulary padded to a multiple of the tensor-parallel size t.
+Shapes: s sequence, of which each of c context ranks has s/c tokens, b micro-batch, h hidden, a heads, g key-value
+heads, d head size, f inner width of the MLP, v vocabulary padded to a multiple of the tensor-parallel size t.
 """
 
 from __future__ import annotations
@@ -89,18 +89,18 @@ def block_terms(
 
 def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False) -> dict[str, int]:
     """Bytes of what core attention saves in addition to its inputs and its result."""
-    model, width, heads = spec.model, width_of(spec), spec.train.micro_batch_size * attention.heads
+    model, width, tokens = spec.model, width_of(spec), tokens_of(spec)[0]
     if not spec.attention_is_explicit:
         if recompute:
             return {}
-        terms = {"log_sums": WIDE * heads * model.sequence_length}
+        terms = {"log_sums": WIDE * tokens * attention.heads}
         if spec.data.documents == "apart":  # each document's result in addition to that of the whole row
             terms["context_by_document"] = bytes_of(spec, attention.y)
         return terms
-    terms = {"dropout_keys": heads * 4} if model.dropout > 0 else {}
+    terms = {"dropout_keys": spec.train.micro_batch_size * attention.heads * 4} if model.dropout > 0 else {}
     if recompute:
         return terms
-    scores = heads * model.sequence_length**2
+    scores = attention.heads * tokens * model.sequence_length
     terms["softmax"] = scores * width
     if model.dropout > 0:
         terms |= {"weights_dropout_mask": scores, "weights": scores * width}
@@ -277,8 +277,9 @@ def may_be_deferred(spec: JobSpec, products: Products) -> bool:
 
 
 def tokens_of(spec: JobSpec) -> tuple[int, int]:
-    """Tokens of a full micro-batch: all of them, and those that a rank holds outside of the tensor-parallel blocks."""
-    tokens = spec.model.sequence_length * spec.train.micro_batch_size
+    """Tokens of a full micro-batch: all that a context rank has, and those that a rank holds outside of the
+    tensor-parallel blocks."""
+    tokens = spec.model.sequence_length // spec.layout.context * spec.train.micro_batch_size
     return tokens, tokens // spec.layout.tensor if spec.layout.sequence_parallel_on else tokens
 
 

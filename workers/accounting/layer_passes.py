@@ -64,7 +64,7 @@ class Sizes:
         tokens, outside = tokens_of(spec)
         full = width * tokens * model.hidden_size
         gathered = full if spec.layout.sequence_parallel_on else 0
-        rows = max(1, model.sequence_length // spec.layout.tensor)
+        rows = max(1, model.sequence_length // (spec.layout.context * spec.layout.tensor))
         of_chunk = -(-rows // min(rows, spec.layout.forward_chunks))
         in_chunks = gathered * min(rows, 2 * of_chunk) // rows
         return cls(width, full, width * outside * model.hidden_size, gathered, in_chunks)
@@ -203,9 +203,8 @@ class LayerPasses:
             tape.allocate_briefly(mask, max(self._hashed(residual), 2 * residual))
 
     def _scores(self, attention: Attention) -> int:
-        """Bytes of the scores of every head: all tokens by all tokens."""
-        count = self.spec.train.micro_batch_size * attention.heads
-        return count * self.model.sequence_length**2 * self.sizes.width
+        """Bytes of the scores of every head: the rank's tokens by all tokens."""
+        return attention.heads * tokens_of(self.spec)[0] * self.model.sequence_length * self.sizes.width
 
     def norm(self, tape: Tape, size: int, rms: bool) -> None:
         """A norm of `size` bytes of input: its output stays."""

@@ -135,9 +135,9 @@ class ElasticConfig(Section):
     max_data: AxisSize | None = None
     """Maximum number of replicas that the job may grow to; default: parallel.data."""
     reshape: StrictBool = False
-    """Whether the job may continue with smaller tensor and pipeline sizes, which divide the configured ones, if
-    min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank holds more
-    of the model, and the loss curve is the same except for rounding."""
+    """Whether the job may continue with smaller tensor, pipeline and context sizes, which divide the configured ones,
+    if min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank holds
+    more of the model, and the loss curve is the same except for rounding."""
 
 
 class ResourcesConfig(Section):

@@ -122,12 +122,19 @@ def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[r
     if spec.train.deterministic == "layout":
         return micro_batches(replica_share(samples, spec.layout.data, replica), size)
     whole = micro_batches(samples, size)
-    own_range = leaf_share(len(whole), spec.layout, replica)
-    return whole[own_range.start : own_range.stop]
+    return [whole[leaf] for leaf in leaf_share(len(whole), spec.layout, replica)]
+
+
+def most_micro_batches(sequences: int, spec: JobSpec) -> int:
+    """The number of micro-batches of the replica that runs the most of a global batch of `sequences`."""
+    return len(replica_micro_batches(range(sequences), spec, 0))
 
 
 def leaf_share(leaves: int, layout: ParallelConfig, replica: int) -> range:
-    """Which of a global batch's micro-batches `replica` runs with `train.deterministic: elastic`."""
+    """Which of a global batch's micro-batches `replica` runs with `train.deterministic: elastic`: neighbours, or, where
+    gradients are reduced for each micro-batch, one of every `layout.data` neighbours."""
+    if layout.zero >= 2:
+        return range(replica, leaves, layout.data)
     unit = layout.micro_batch_unit
     own_range = replica_share(range(leaves // unit), layout.data, replica)
     return range(own_range.start * unit, own_range.stop * unit)

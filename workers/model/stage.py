@@ -45,6 +45,8 @@ class Chunk(nn.Module):
         self.has_full_sequence = count == 1 and region.tensor_size == 1 and shared.across is None
         self.before: Callable[[nn.Module], object] = lambda part: None
         """Called with each part before it computes: its parameters may not have arrived yet."""
+        self.after: Callable[[nn.Module, torch.Tensor], object] = lambda part, y: None
+        """Called with each part but the output layer, and with what it has computed."""
         self._stays: frozenset[int] | None = None
         """Memory that is not an activation, once it is known."""
         self.embedding = parts.embedding(shared) if self.is_first else None
@@ -65,6 +67,7 @@ class Chunk(nn.Module):
         if self.embedding is not None:
             self.before(self.embedding)
             x = self.embedding(x, run)
+            self.after(self.embedding, x)
         self.shared.prepare(x, run.positions)
         offloading = self._offloading()
         for name, layer in self.layers.items():
@@ -72,6 +75,7 @@ class Chunk(nn.Module):
             x = _gradient_begins(x, layer)
             part = partial(self._layer, name, layer, run)
             x = part(x) if offloading is None else offloading.run(part, x)
+            self.after(layer, x)
         if offloading is not None:
             offloading.end()
         if run.cache is not None:
@@ -171,6 +175,23 @@ def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
         chunk.before = wait_for
+
+
+def call_around_parts(
+    stage: ModelStage, before: Callable[[nn.Module], object], after: Callable[[nn.Module, torch.Tensor], object]
+) -> None:
+    """Have `before` called with each part of the stage's chunks before it computes, and `after` with its result."""
+    wait_before_parts(stage, before)
+    for chunk in stage.chunks:
+        assert isinstance(chunk, Chunk)
+        chunk.after = after
+
+
+def parts_in_order(stage: ModelStage) -> list[nn.Module]:
+    """What a stage that is the whole model computes one after the other: embedding, layers, output layer."""
+    (chunk,) = stage.chunks
+    assert isinstance(chunk, Chunk) and chunk.embedding is not None and chunk.output is not None
+    return [chunk.embedding, *chunk.layers.values(), chunk.output]
 
 
 def compute_in_fp8(stage: ModelStage, products: Fp8Products) -> None:

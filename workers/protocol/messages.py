@@ -170,9 +170,11 @@ class LaunchOrder:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tensor-parallel size, pipeline stages and replicas of the spec."""
+        """Tensor-parallel size, pipeline stages and replicas of the spec; its context size unless that is 1, as before
+        there were others."""
         layout = self.spec.get("parallel") or {}
-        return tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data"))
+        sizes = tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data", "context"))
+        return sizes if sizes[-1] > 1 else sizes[:-1]
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class AgentDescription:
     rank: int | None = None
     """Rank of the last launch; None before the first."""
     sizes: tuple[int, ...] = ()
-    """Tensor-parallel size, pipeline stages and replicas of the last launch; empty before the first."""
+    """`LaunchOrder.sizes` of the last launch; empty before the first."""
     cores: int = 0
     """Processors that it may keep busy; 0: its release does not report them."""
     owner_epoch: int = 0

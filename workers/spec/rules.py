@@ -47,8 +47,6 @@ def _unsupported_parallel(spec: JobSpec) -> Iterator[Problem]:
         rule = "the engine needs an explicit layout; `manta plan FILE` finds one, as the service does at submission"
         yield Problem("parallel", rule, smallest, unsupported=True)
         return
-    if layout.zero >= 2:
-        yield _not_built("parallel.zero", layout.zero, "1", "0")
 
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:

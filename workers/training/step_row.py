@@ -111,7 +111,8 @@ class Validation:
     def _add(self, text: HeldOut, sums: torch.Tensor, places: int, mine: range) -> None:
         """Add to `sums` what this rank knows of a text: its tokens, then the losses of each batch."""
         for index, losses in enumerate(sums[1:].split(places)):
-            losses_m, tokens = self.engine.pipeline.evaluate(self.batches.validation(text, index))
+            batch = self.batches.validation(text, index)
+            losses_m, tokens = self.engine.evaluate(batch, self._train.global_batch_size)
             own = of_own_leaves(losses, mine, self.comm)
             own.copy_(losses_m if len(mine) == len(losses_m) else losses_m.sum())
             sums[0] += tokens

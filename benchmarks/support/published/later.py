@@ -382,12 +382,12 @@ def sharded_seconds(spec: JobSpec, cluster: Cluster, engine: Software) -> float:
     model = StepModel(spec, cluster, engine)
     if spec.layout.pipeline > 1:
         return model.time().seconds
-    passes, replicas = model.pipeline().times[0], model.groups.data
+    passes, replicas = model.pipeline().times[0], model.groups.holders
     gathering = gather_seconds(replicas, cluster, 2 * model.parameters)
     forward = max(passes.forward, gathering)
     backward = max(passes.backward, 2 * gathering)
     alone = replace(replicas, size=1)
-    model.groups = replace(model.groups, data=alone)
+    model.groups = replace(model.groups, holders=alone)
     update = model.optimizer_seconds()
     step = spec.micro_batches * (forward + backward) + update
     return step * slowest_of(spec.layout.data, cluster)

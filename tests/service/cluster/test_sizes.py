@@ -17,6 +17,7 @@ from manta.service.cluster.sizes import (
     room_for,
     shapes_of,
     sizes_of,
+    sizes_of_shape,
     smallest,
     with_freed_units,
 )
@@ -98,10 +99,14 @@ def reshaping(**parallel):
     return spec(model=model, parallel={"data": 1, **parallel}, elastic={"reshape": True})
 
 
-def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowed():
+@pytest.mark.parametrize(("parallel", "shapes"), [
+    ({"tensor": 4, "pipeline": 2}, [(4, 2, 1), (4, 1, 1), (2, 2, 1), (2, 1, 1), (1, 2, 1), (1, 1, 1)]),
+    ({"tensor": 2, "context": 2}, [(2, 1, 2), (2, 1, 1), (1, 1, 2), (1, 1, 1)]),
+    ({"pipeline": 2, "context": 4}, [(1, 2, 4), (1, 2, 2), (1, 1, 4), (1, 2, 1), (1, 1, 2), (1, 1, 1)]),
+])  # fmt: skip
+def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowed(parallel, shapes):
     assert shapes_of(spec()) == [spec()]
-    smaller = [sizes(shape)[:2] for shape in shapes_of(reshaping(tensor=4, pipeline=2))]
-    assert smaller == [(4, 2), (4, 1), (2, 2), (2, 1), (1, 2), (1, 1)]
+    assert [sizes_of_shape(shape.layout) for shape in shapes_of(reshaping(**parallel))] == shapes
 
 
 @pytest.mark.parametrize("parallel", [
@@ -109,6 +114,7 @@ def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowe
     {"tensor": 2, "pipeline": 4, "schedule": "zb-v", "virtual_stages": 2},
     {"tensor": 2, "pipeline": 4, "stage_layers": [1, 2, 2, 3]},
     {"tensor": 4, "pipeline": 1, "sequence_parallel": True},
+    {"pipeline": 2, "context": 4, "context_method": "ring", "context_order": "contiguous"},
 ])  # fmt: skip
 def test_every_shape_is_a_spec_that_would_be_taken(parallel):
     smaller = shapes_of(reshaping(**parallel))
@@ -140,15 +146,15 @@ def test_units_that_a_job_releases_are_free_on_their_node_up_to_its_total(before
     assert with_freed_units(on(**before), released) == Capacity("manta_slot", 8, free, nodes)
 
 
-def stored(tensor=None, pipeline=None, replicas=None):
-    return SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas)
+def stored(tensor=None, pipeline=None, replicas=None, context=None):
+    return SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas, context=context)
 
 
 def test_layout_in_use_is_the_submitted_one_with_the_stored_sizes():
-    submitted = spec(parallel={"tensor": 2, "pipeline": 2, "data": 2})
+    submitted = spec(parallel={"tensor": 2, "pipeline": 2, "data": 2, "context": 2, "context_method": "ring"})
     reshaped = submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
     for shape in shapes_of(reshaped):
-        assert in_use(submitted, stored(*sizes(shape))).layout == shape.layout
+        assert in_use(submitted, stored(*sizes(shape), shape.layout.context)).layout == shape.layout
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, False, True])

@@ -39,7 +39,7 @@ def layout(tensor: int = 1, pipeline: int = 1, data: int = 1) -> ParallelConfig:
 def test_communication_groups_span_the_nodes_their_rank_order_gives(sizes, software, tensor, data):
     groups = groups_of(layout(*sizes), a100s(8), software)
     assert (groups.tensor.nodes, groups.tensor.per_node) == tensor
-    assert (groups.data.nodes, groups.data.per_node) == data
+    assert (groups.holders.nodes, groups.holders.per_node) == data
 
 
 def test_neighbouring_pipeline_stages_share_a_node_if_they_fit():
@@ -81,13 +81,13 @@ def test_rings_across_nodes_share_the_adapters():
 )
 def test_data_rings_without_a_gpu_pair_per_adapter_go_through_the_hosts(sizes, software, nodes, gigabytes):
     cluster = a100s(nodes)
-    data = groups_of(layout(*sizes), cluster, software).data
+    data = groups_of(layout(*sizes), cluster, software).holders
     assert data.through_hosts == (gigabytes is not None)
     if gigabytes is not None:
         assert bus_bandwidth(data, cluster) == pytest.approx(gigabytes * GB)
         elsewhere = dataclasses.replace(cluster.machine, numa_nodes=0)
         other = dataclasses.replace(cluster, machine=elsewhere)
-        assert not groups_of(layout(*sizes), other, software).data.through_hosts
+        assert not groups_of(layout(*sizes), other, software).holders.through_hosts
 
 
 def test_a_reduction_moves_its_tensor_twice_and_a_lone_rank_nothing():

@@ -12,7 +12,7 @@ import pytest
 
 from manta.service.planner import candidates as candidates_module
 from manta.service.planner.bounds import Bounds
-from manta.service.planner.candidates import Candidate, candidates, is_complete, micro_batch_sizes, schedules
+from manta.service.planner.candidates import METHODS, Candidate, candidates, is_complete, micro_batch_sizes, schedules
 from manta.service.planner.hardware import Cluster, Gpu, cpu_machine, machine_of, measured
 from manta.service.planner.memory import usable_bytes, worst_rank
 from manta.service.planner.search import Best, evaluate, fastest, search, smallest_cluster
@@ -189,7 +189,8 @@ def corners(layouts: list[Candidate], spec: JobSpec) -> list[Candidate]:
 
     kinds: dict[tuple[object, ...], list[Candidate]] = {}
     for each in layouts:
-        kind = each.schedule, each.pipeline, each.virtual_stages, each.recompute, bool(each.stage_layers)
+        kind = each.schedule, each.pipeline, each.virtual_stages, each.recompute, bool(each.stage_layers), each.zero
+        kind += each.context, each.method
         kinds.setdefault(kind, []).append(each)
     chosen = [(min(like, key=count), max(like, key=count), min(like, key=filling)) for like in kinds.values()]
     return [*dict.fromkeys(itertools.chain.from_iterable(chosen))]
@@ -219,6 +220,10 @@ def test_search_lower_bounds_never_exceed_the_step_time(draw, seed, chosen):
     lists, any_of = [], random.Random(seed)
     for candidate in candidates(spec, cluster):
         lists += [candidate, *(each for _, each in bounds.with_min_seconds(candidate)[1:])]
+        lists += candidate.sharded_further
+        if candidate.data % 2 == 0 and any_of.random() < 0.1:
+            split = candidate._replace(data=candidate.data // 2, context=2, method=any_of.choice(METHODS))
+            lists += [split, *split.sharded_further]
         stages = candidate.pipeline * candidate.virtual_stages
         if 1 < stages < spec.model.layers and any_of.random() < 0.1:
             lists.append(candidate._replace(stage_layers=any_of.choice([*compositions(spec.model.layers, stages)])))

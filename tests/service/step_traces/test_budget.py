@@ -10,13 +10,13 @@ from benchmarks.support.timeline import PassTimes
 from manta.service.planner.budget import Share
 from manta.service.planner.hardware import Cluster, machine_of
 from manta.service.step_traces import budget
-from manta.service.step_traces.budget import PARTS
 from manta.service.step_traces.reading import planned_step
 from manta.workers.accounting.flops import step_flops
 from manta.workers.step_traces.assembly import StepTrace, TracedRank
 from manta.workers.timing.recording import Slice, TracedStep
 
 JOB = spec(train={"micro_batch_size": 2}, parallel={"pipeline": 2})
+WITHOUT_CONTEXT = [name for name in budget.PARTS if name != "context"]
 
 
 def seconds_of(parts):
@@ -28,7 +28,7 @@ def test_parts_of_a_trace_are_its_steps_and_the_bubble_is_the_schedules(shape, f
     kind, stages, virtual_stages, _ = shape
     timeline = timeline_of(*shape, PassTimes(forward, backward, backward))
     parts = budget.of_trace(trace_of(kind, stages, virtual_stages, timeline), JOB)
-    assert [part.name for part in parts] == list(budget.PARTS)
+    assert [part.name for part in parts] == WITHOUT_CONTEXT
     known = seconds_of(parts)
     assert sum(known.values()) == pytest.approx(timeline.makespan, rel=1e-6)
     assert known["bubble"] == pytest.approx(timeline.makespan - timeline.work, abs=1e-5)
@@ -104,13 +104,14 @@ def test_budget_from_the_ledger_leaves_the_rest_unknown(mfu):
 
 def test_parts_of_a_plan_are_the_planned_step():
     names = ["arithmetic", "products", "elementwise", "recomputation", "tensor", "host", "bubble"]
-    names += ["gradients", "optimizer", "replicas"]
+    names += ["gradients", "optimizer", "replicas", "context"]
     shares = [Share(name, 2.0**place, f"what {name} is", "") for place, name in enumerate(names)]
     parts = budget.of_plan(shares)
     assert [part.name for part in parts] == list(budget.PARTS)
     known = seconds_of(parts)
     assert sum(known.values()) == 2.0 ** len(names) - 1
-    assert known["products"] == 2 + 4 + 32 and known["data"] == 128 + 512 and known["rest"] == 0
+    assert known["products"] == 2 + 4 + 32 and known["data"] == 128 + 512
+    assert known["context"] == 1024 and known["rest"] == 0
 
 
 def test_fractions_are_of_the_step():
@@ -139,7 +140,7 @@ def test_a_planned_step_has_a_lane_for_each_stage():
         assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (8, 8, 1)
         ends = [each["end"] for each in rank["slices"]]
         assert ends == sorted(ends) and ends[-1] <= planned.seconds == rank["steps"][0]["end"]
-    assert [part.name for part in planned.parts] == list(PARTS)
+    assert [part.name for part in planned.parts] == WITHOUT_CONTEXT
     (optimizer,) = [part.seconds for part in planned.parts if part.name == "optimizer"]
     update = planned.ranks[0]["slices"][-1]
     assert (update["kind"], update["end"] - update["start"]) == ("optimizer", pytest.approx(optimizer, abs=1e-6))

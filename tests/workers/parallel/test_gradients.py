@@ -40,7 +40,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "context_order": (None, "zigzag", "contiguous"),
     "sequence_parallel": (False, True),
     "recompute": ("none", "selective", "full"),
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
     # What recomputation drops: modules of every layer, or every k-th layer.
     "dropped": ("nothing", *SUBSETS, 1, 2),
     "recompute_keep": (0, 1),
@@ -107,6 +107,8 @@ RULES: tuple[Callable[..., bool], ...] = (
     # More show nothing new; eight are needed only to fill four stages of two chunks.
     lambda pipeline, micro_batches: micro_batches <= 2 * pipeline,
     lambda schedule, micro_batches: micro_batches < 8 or schedule in ("interleaved x 2", "zb-v"),
+    # Stages 2 and 3 communicate for each micro-batch.
+    lambda zero, pipeline, schedule: zero < 2 or (pipeline == 1 and schedule == "1f1b"),
     # With one sequence less than divides, somebody has less than the others.
     lambda data, micro_batch_size, batch_divides: batch_divides or data * micro_batch_size > 1,
 )

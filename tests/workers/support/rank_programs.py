@@ -133,7 +133,7 @@ def run_steps_offloaded(comm: Comm, *given: Any) -> list:
 
 
 def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | None) -> tuple[Engine, list[Rectangle]]:
-    """An engine with the given weights, and its parameters as rectangles of its flat buffer."""
+    """An engine with the given weights, and the parameters that it keeps as rectangles of what it stores of them."""
     engine = Engine(spec, comm, dtype)
     whole = [(0, engine.flat.total_size)]
     everything = rectangles_of(engine.flat, whole, whole, owned_only=False, tensor_index=comm.index("tensor"))
@@ -143,13 +143,14 @@ def _loaded(comm: Comm, spec: JobSpec, weights: Weights, dtype: torch.dtype | No
         rectangle.view(start).copy_(torch.as_tensor(weights[rectangle.name][where]))
     engine.optimizer.load_range(0, start)
     leave_gradients_behind(engine)
-    return engine, everything
+    kept = engine.flat.values.ranges
+    return engine, rectangles_of(engine.flat, kept, kept, owned_only=False, tensor_index=comm.index("tensor"))
 
 
 def leave_gradients_behind(engine: Engine) -> None:
     """What a step that was broken off may leave in the gradients' place."""
     for slot in engine.flat.slots:
-        engine.flat.gradients[slot.start : slot.end] = float("nan")
+        slot.entry.parameter.main_grad.fill_(float("nan"))
 
 
 def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:

@@ -14,6 +14,7 @@ Loss and squared norm are added up from single micro-batches and single rows, in
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -110,10 +111,24 @@ class ElasticReduction(GradientReduction):
         return tree.total()
 
 
+class LeafReduction(Protocol):
+    """A reduction that adds the leaves of the tree."""
+
+    flat: FlatParameters
+    leaves: int
+    """Micro-batches of the step's global batch."""
+    own_leaves: range
+    """Those of this replica."""
+
+    def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
+        """Gather every holder's `parts` (`GradientReduction.gather`)."""
+        ...
+
+
 class ElasticNorm:
     """The squared norm of the stage's parameters that this rank's tensor index counts, the same in every replica."""
 
-    def __init__(self, reduction: ElasticReduction, tensor_index: int):
+    def __init__(self, reduction: LeafReduction, tensor_index: int):
         self._reduction, self._flat = reduction, reduction.flat
         self._elsewhere_ranges = self._flat.not_answered_for(tensor_index)
 
@@ -133,7 +148,7 @@ class ElasticStepSums(StepSums):
     """StepSums with a loss and a gradient norm whose bits do not depend on the number of replicas: they are added in
     one order, from numbers that a single rank knows."""
 
-    def __init__(self, comm: Comm, reduction: ElasticReduction):
+    def __init__(self, comm: Comm, reduction: LeafReduction):
         super().__init__(comm, ElasticNorm(reduction, comm.index("tensor")))
         self.reduction = reduction
 
@@ -159,7 +174,8 @@ class ElasticStepSums(StepSums):
 def of_own_leaves(losses: torch.Tensor, own_leaves: range, comm: Comm) -> torch.Tensor:
     """View of `losses`, one of each micro-batch of the global batch and context rank: those of this rank's part of the
     sequence of `own_leaves`."""
-    return losses.view(-1, comm.size("context"))[own_leaves.start : own_leaves.stop, comm.index("context")]
+    own = slice(own_leaves.start, own_leaves.stop, own_leaves.step)
+    return losses.view(-1, comm.size("context"))[own, comm.index("context")]
 
 
 def shared_leaves(spec: JobSpec, sequences: int, replica: int) -> tuple[int, range]:

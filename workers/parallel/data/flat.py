@@ -14,19 +14,28 @@ vector instructions on every rank and layout.
 
 Parameters that are not trained (`train.frozen`) lie behind all others, where there are no gradients. Of these too,
 holder r answers for the r-th of n equal parts.
+
+From ZeRO 2 on a rank stores only some ranges of the buffers (`Stored`): of the gradients its part of each bucket, and
+the tail; under ZeRO 3 the same of the parameters. Buckets of the head are then units: a layer, the embedding, the
+output layer. A whole unit has memory only while it is computed (`UnitBuffers`), where its parameters or gradients are.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
+from torch import nn
 
 from manta.workers.config import ParameterGroup
 from manta.workers.parallel.tensor.shards import NamedShard
 
 ALIGNMENT = 64
+
+_HEAD, _TAIL = "head", "tail"
 
 Range = tuple[int, int]
 """Elements [start, end) of the flat buffers."""
@@ -41,6 +50,63 @@ class Slot:
     """First element."""
     end: int
     """One past its last element, alignment not included."""
+
+
+class Stored:
+    """Some ranges of a flat buffer, which lie one after the other in memory."""
+
+    def __init__(self, ranges: Iterable[Range], dtype: torch.dtype, device: torch.device):
+        self.ranges = _joined(each for each in ranges if each[0] < each[1])
+        self._starts = [start for start, _ in self.ranges]
+        self._places = [0, *accumulate(end - start for start, end in self.ranges)]
+        self.elements = torch.zeros(self._places[-1], dtype=dtype, device=device)
+
+    def of(self, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of the flat buffer, a view; they lie within one of the ranges."""
+        number = max(0, bisect_right(self._starts, start) - 1)
+        place = self._places[number] + start - self._starts[number]
+        return self.elements[place : place + end - start]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the model that is computed as a whole, and of which ZeRO 2 and 3 keep parts: a layer, the embedding,
+    the output layer. Parameters in the buffers' tails are in none."""
+
+    name: str
+    buffer: int
+    """Which of the buffers of `UnitBuffers` it uses."""
+    trained: tuple[Range, ...] = ()
+    """Its buckets."""
+    frozen: tuple[Range, ...] = ()
+    """Its buckets of parameters that are not trained."""
+
+
+class UnitBuffers:
+    """Memory for whole units: two buffers that layers use in turns, so that one layer can arrive or leave while the
+    next is computed, and one for what comes before and after the layers."""
+
+    COUNT = 3
+
+    def __init__(self, units: Iterable[Unit], with_frozen: bool, dtype: torch.dtype, device: torch.device):
+        """`with_frozen`: whether a unit's frozen parameters are there too."""
+        self._places: dict[int, tuple[int, int]] = {}
+        """Buffer, and the first element in it, by the first element of a bucket."""
+        lengths = [0] * self.COUNT
+        for unit in units:
+            place = 0
+            for start, end in (*unit.trained, *(unit.frozen if with_frozen else ())):
+                self._places[start] = unit.buffer, place
+                place += end - start
+            lengths[unit.buffer] = max(lengths[unit.buffer], place)
+        self._starts = sorted(self._places)
+        self.memory = [torch.zeros(length, dtype=dtype, device=device) for length in lengths]
+
+    def of(self, start: int, end: int) -> torch.Tensor:
+        """Elements [start, end) of the flat buffer while their unit is there, a view; they lie within one bucket."""
+        bucket = self._starts[bisect_right(self._starts, start) - 1]
+        buffer, place = self._places[bucket]
+        return self.memory[buffer][place + start - bucket : place + end - bucket]
 
 
 class FlatParameters:
@@ -59,53 +125,141 @@ class FlatParameters:
         dtype: torch.dtype = torch.float32,
         bucket_bytes: float = 25e6,
         decayed_groups: Collection[ParameterGroup] = ("linear", "embedding"),
+        zero: int = 1,
+        holder: int = 0,
     ):
-        """`holders`: number of ranks that hold the same parameters; `decayed_groups`: groups of parameters to which
-        weight decay applies."""
-        self.holders = holders
+        """`holders`: number of ranks that hold the same parameters, of which this one is number `holder`;
+        `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage, from which it follows
+        what this rank stores."""
+        self.holders, self.holder = holders, holder
+        self.zero = zero if holders > 1 else min(zero, 1)
+        """The ZeRO stage; a rank without peers shards nothing."""
         trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
             return self._class_of(entry), entry.shard.group not in decayed_groups
 
-        self.slots: list[Slot] = []
+        together = ALIGNMENT * holders
+        self.slots, begins, end = self._placed(sorted(trained, key=order), 0, cut=True)
         """Parameters that are trained."""
-        unit = ALIGNMENT * holders
-        position, head_end = 0, None
-        for entry in sorted(trained, key=order):
-            if self._class_of(entry) > 0 and head_end is None:
-                head_end = position = _aligned(position, unit)
-            size = entry.parameter.numel()
-            self.slots.append(Slot(entry, position, position + size))
-            position = _aligned(position + size, ALIGNMENT)
-        self.size = _aligned(max(position, ALIGNMENT), unit)
+        if self.by_unit and (not begins or begins[-1][0] != _TAIL):
+            begins.append((_TAIL, _aligned(end, together)))
+            end = begins[-1][1] + ALIGNMENT
+        self.size = _aligned(max(end, ALIGNMENT), together)
         self.decayed = self._decayed(decayed_groups)
         """Ranges with weight decay, in order."""
-        self.frozen, self.total_size = self._behind([entry for entry in shards if not entry.parameter.requires_grad])
+        frozen = [entry for entry in shards if not entry.parameter.requires_grad]
+        if self.zero == 3:
+            frozen.sort(key=lambda entry: self._bucket_name(entry) == _TAIL)
+        self.frozen, frozen_begins, end = self._placed(frozen, self.size, cut=self.zero == 3)
+        self.total_size = _aligned(end, together)
         """Parameters that are not trained, and the number of elements of all, of which the first `size` are trained."""
-        self.parameters = torch.zeros(self.total_size, dtype=dtype, device=device)
-        self.gradients = torch.zeros(self.size, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         self.buckets = [(0, self.size)]
         """Ranges that are reduced as a whole; the last one is the tail."""
-        if holders > 1 and head_end is not None:
-            self.buckets = _buckets(head_end, self.size, unit, int(bucket_bytes / self.gradients.element_size()))
+        if self.by_unit:
+            self.buckets = [*pairwise([*(start for _, start in begins), self.size])]
+        elif holders > 1 and begins and begins[-1][0] == _TAIL:
+            elements = int(bucket_bytes / sum_dtype.itemsize)
+            self.buckets = _buckets(begins[-1][1], self.size, together, elements)
+        self.frozen_buckets = [(self.size, self.total_size)]
+        """Ranges of frozen parameters of which each holder answers for a part. Under ZeRO 3 these are units, and
+        perhaps a tail, which is whole on every rank."""
+        if self.zero == 3:
+            self.frozen_buckets = [*pairwise([*(start for _, start in frozen_begins), self.total_size])]
+        self.frozen_tail = self.total_size
+        """First of the frozen parameters that are whole on every rank even under ZeRO 3."""
+        if self.zero < 3:
+            self.frozen_tail = self.size
+        elif frozen_begins and frozen_begins[-1][0] == _TAIL:
+            self.frozen_tail = frozen_begins[-1][1]
+        self.units = self._units(shards, begins, frozen_begins)
+        """Under ZeRO 2 and 3, the units in the model's order."""
+        by_name = {unit.name: unit for unit in self.units}
+        names = {slot.entry.parameter: self._bucket_name(slot.entry) for slot in (*self.slots, *self.frozen)}
+        self._unit_of = {parameter: by_name[name] for parameter, name in names.items() if name in by_name}
+        self._store(dtype, sum_dtype, device)
+
+    def _store(self, dtype: torch.dtype, sum_dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate what this rank keeps, and move the parameters there."""
+        head, frozen = self.parts(self.holder)[:-1], self.frozen_parts(self.holder)
+        sharded = [*head, self.buckets[-1]]
+        self.sums = Stored(sharded if self.by_unit else [(0, self.size)], sum_dtype, device)
+        """What this rank stores of the gradients."""
+        kept = [(0, self.total_size)]
+        if self.zero == 3:
+            kept = [*sharded, *(part for part in frozen if part[1] <= self.frozen_tail)]
+            kept.append((self.frozen_tail, self.total_size))
+        self.values = Stored(kept, dtype, device)
+        """What this rank stores of the parameters."""
+        self.parameters, self.gradients = self.values.elements, self.sums.elements
+        self.weight_buffers = UnitBuffers(self.units, True, dtype, device) if self.zero == 3 else None
+        """Where whole units of parameters are under ZeRO 3."""
+        self.gradient_buffers = UnitBuffers(self.units, False, sum_dtype, device) if self.by_unit else None
+        """Where whole units of gradients are under ZeRO 2 and 3."""
         for slot in (*self.slots, *self.frozen):
-            parameter = slot.entry.parameter
-            parameter.data = self.parameters[slot.start : slot.end].view(parameter.shape)
+            where = self._where(slot, self.values, self.weight_buffers)
+            slot.entry.parameter.data = where.of(slot.start, slot.end).view(slot.entry.parameter.shape)
         for slot in self.slots:
             self._give_gradient(slot)
 
-    def _behind(self, frozen: list[NamedShard]) -> tuple[list[Slot], int]:
-        """Slots after the trained parameters, and where they end."""
-        slots, position = [], self.size
-        for entry in frozen:
+    @property
+    def by_unit(self) -> bool:
+        """Whether gradients are reduced unit by unit, and stored in parts."""
+        return self.zero >= 2
+
+    def _placed(
+        self, entries: Iterable[NamedShard], position: int, cut: bool
+    ) -> tuple[list[Slot], list[tuple[str, int]], int]:
+        """Slots for `entries` from `position` on; names and beginnings of what can become buckets, if the entries are
+        to be `cut` into such; and the end."""
+        slots: list[Slot] = []
+        begins: list[tuple[str, int]] = []
+        for entry in entries:
+            name = self._bucket_name(entry)
+            if cut and (not begins or begins[-1][0] != name):
+                position = _aligned(position, ALIGNMENT * self.holders)
+                begins.append((name, position))
             slots.append(Slot(entry, position, position + entry.parameter.numel()))
             position = _aligned(slots[-1].end, ALIGNMENT)
-        return slots, _aligned(position, ALIGNMENT * self.holders)
+        return slots, begins, position
+
+    def _bucket_name(self, entry: NamedShard) -> str:
+        """What a parameter is reduced with: its unit, or the head, or the tail."""
+        if self._class_of(entry) > 0:
+            return _TAIL
+        return unit_name(entry) if self.by_unit else _HEAD
+
+    def _units(
+        self, shards: Iterable[NamedShard], begins: list[tuple[str, int]], frozen_begins: list[tuple[str, int]]
+    ) -> list[Unit]:
+        if not self.by_unit:
+            return []
+        units: dict[str, Unit] = {}
+        layers = 0
+        trained, frozen = (
+            [(name, bucket) for (name, _), bucket in zip(names, buckets, strict=True)]
+            for names, buckets in (
+                (begins, self.buckets),
+                (frozen_begins, self.frozen_buckets if frozen_begins else ()),
+            )
+        )
+        for name in dict.fromkeys(self._bucket_name(entry) for entry in shards):
+            of_name = [tuple(bucket for owner, bucket in each if owner == name) for each in (trained, frozen)]
+            if name != _TAIL and any(of_name):
+                is_layer = name.startswith("layers.")
+                units[name] = Unit(name, layers % 2 if is_layer else 2, *of_name)
+                layers += is_layer
+        return list(units.values())
+
+    def _where(self, slot: Slot, stored: Stored, buffers: UnitBuffers | None) -> Stored | UnitBuffers:
+        """Where a parameter is, or its gradient, while it is used."""
+        return stored if buffers is None or self._bucket_name(slot.entry) == _TAIL else buffers
 
     def _give_gradient(self, slot: Slot) -> None:
         parameter = slot.entry.parameter
-        gradient = self.gradients[slot.start : slot.end].view(parameter.shape)
+        where = self._where(slot, self.sums, self.gradient_buffers)
+        gradient = where.of(slot.start, slot.end).view(parameter.shape)
         parameter.main_grad = gradient  # type: ignore[attr-defined]
         parameter.holds_gradient = True  # type: ignore[attr-defined]
         if gradient.dtype == parameter.dtype:
@@ -113,15 +267,16 @@ class FlatParameters:
         else:
             parameter.register_post_accumulate_grad_hook(_widen)
 
-    @staticmethod
-    def _class_of(entry: NamedShard) -> int:
+    def _class_of(self, entry: NamedShard) -> int:
         """0: head; 1: tied matrices; 2: other matrices of the tail; 3: vectors."""
         shard = entry.shard
         if shard.group in ("norm", "bias"):
             return 3
         if shard.tied_across_stages:
             return 1
-        return 0 if shard.split_dim is not None and shard.copies == 1 else 2
+        # Nobody tells when autograd has added a gradient.
+        by_autograd = entry.by_autograd and self.by_unit
+        return 0 if shard.split_dim is not None and shard.copies == 1 and not by_autograd else 2
 
     def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
         """Runs of parameters with weight decay, each up to the beginning of the next parameter."""
@@ -152,18 +307,22 @@ class FlatParameters:
         others = [slot for slot in self.slots if not answers_for(slot.entry, tensor_index)]
         return [(slot.start, _aligned(slot.end, ALIGNMENT)) for slot in others]
 
+    def unit_of(self, parameter: nn.Parameter) -> Unit | None:
+        """The unit that a parameter is in; None: it is in the tail, or not sharded."""
+        return self._unit_of.get(parameter)
+
     def parts(self, holder: int) -> list[Range]:
         """The part of each bucket that belongs to `holder`, an index among the ranks with the same parameters."""
-        count = self.holders
-        return [
-            (start + holder * (end - start) // count, start + (holder + 1) * (end - start) // count)
-            for start, end in self.buckets
-        ]
+        return [self.part(bucket, holder) for bucket in self.buckets]
 
-    def frozen_part(self, holder: int) -> Range:
-        """The part of the frozen parameters that belongs to `holder`."""
-        share = (self.total_size - self.size) // self.holders
-        return self.size + holder * share, self.size + (holder + 1) * share
+    def frozen_parts(self, holder: int) -> list[Range]:
+        """The part of each bucket of frozen parameters that belongs to `holder`."""
+        return [self.part(bucket, holder) for bucket in self.frozen_buckets]
+
+    def part(self, bucket: Range, holder: int) -> Range:
+        """The part of a bucket that belongs to `holder`."""
+        (start, end), count = bucket, self.holders
+        return start + holder * (end - start) // count, start + (holder + 1) * (end - start) // count
 
     def same_on_tensor_ranks(self) -> list[Range]:
         """Ranges of parameters, frozen or not, that every tensor rank holds as a whole."""
@@ -172,6 +331,12 @@ class FlatParameters:
     def same_on_both_ends(self) -> list[Range]:
         """Ranges of the token embedding, frozen or not, if another stage holds it too."""
         return merged([slot for slot in (*self.slots, *self.frozen) if slot.entry.shard.tied_across_stages])
+
+
+def unit_name(entry: NamedShard) -> str:
+    """The unit that a parameter belongs to, if any."""
+    first, *rest = entry.name.split(".")
+    return f"{first}.{rest[0]}" if first == "layers" else first
 
 
 def answers_for(entry: NamedShard, tensor_index: int) -> bool:

@@ -128,14 +128,14 @@ class OffloadedState:
         """Round the weights into the parameters, if the kernel has not done so."""
         if not self._rounded_by_update:
             for part in state_slice.parts:
-                self._flat.parameters[part.start : part.end].copy_(part.of(weights))
+                self._flat.values.of(part.start, part.end).copy_(part.of(weights))
 
     def _groups(self, state_slice: _Slice, device_slice: torch.Tensor) -> Groups:
         groups: dict[float, list[Piece]] = {}
         for part in state_slice.parts:
             weights, *moments = (part.of(row) for row in device_slice)
-            gradient = self._flat.gradients[part.start : part.end]
-            rounded = self._flat.parameters[part.start : part.end] if self._rounded_by_update else None
+            gradient = self._flat.sums.of(part.start, part.end)
+            rounded = self._flat.values.of(part.start, part.end) if self._rounded_by_update else None
             piece = Piece(weights, gradient, tuple(moments), part.steps, rounded)
             groups.setdefault(part.decay, []).append(piece)
         return groups

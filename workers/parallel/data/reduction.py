@@ -25,7 +25,7 @@ class GradientReduction:
         """`uses`: how many times a micro-batch adds to the gradient of each weight of the head."""
         self.flat, self.comm, self.shared, self.uses = flat, comm, shared, uses
         self.parts = flat.parts(comm.index(comm.grid.holders))
-        self.reduced = [flat.gradients[start:end] for start, end in self.parts]
+        self.reduced = [flat.sums.of(start, end) for start, end in self.parts]
         """This rank's part of each bucket, in place: the sum replaces the rank's own gradient."""
         self.overlaps = comm.size(comm.grid.holders) > 1
         self._buckets_of = {
@@ -82,7 +82,7 @@ class GradientReduction:
 
     def _start(self, number: int) -> None:
         start, end = self.flat.buckets[number]
-        gradients, axis = self.flat.gradients[start:end], self.comm.grid.holders
+        gradients, axis = self.flat.sums.of(start, end), self.comm.grid.holders
         self._started.append(self.comm.start_reduce_scatter(axis, gradients, self.reduced[number])[1])
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
@@ -128,4 +128,4 @@ class SharedGradients:
             gradient.copy_(total)
 
     def _gradient(self, slot: Slot) -> torch.Tensor:
-        return self._flat.gradients[slot.start : slot.end]
+        return self._flat.sums.of(slot.start, slot.end)

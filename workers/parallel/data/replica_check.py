@@ -1,14 +1,15 @@
 """Checks that parameters that must be bit-identical on several ranks are.
 
-Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere, its tensor ranks hold the
-same of what is not split over them, and the first and last stage hold the same embedding where it is tied. Each rank
+Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere (under ZeRO 3: of what is
+whole on each of them), its tensor ranks hold the same of what is not split over them, and the first and last stage hold
+the same embedding where it is tied. Each rank
 hashes what it has; who differs is decided by a pure function of the hashes, so that all ranks come to the same result.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -32,16 +33,16 @@ def multipliers(device: torch.device) -> torch.Tensor:
     return (places * _MULTIPLIER).bitwise_or_(1)
 
 
-def hash_of(values: torch.Tensor, ranges: Sequence[Range], weights: torch.Tensor) -> torch.Tensor:
-    """A hash of the bits of these ranges of a flat buffer, which begin and end at multiples of 8 bytes: int64 scalar.
+def hash_of(vectors: Iterable[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """A hash of the bits of these tensors, which begin and end at multiples of 8 bytes: int64 scalar.
 
     It is the sum of the words, each times an odd number for its position, modulo 2^64; blocks are chained by another
     odd number. Any change of a single word, such as a flipped bit, certainly changes the hash; other changes escape
     with a probability of about 2^-64.
     """
-    digest = torch.zeros((), dtype=torch.int64, device=values.device)
-    for start, end in ranges:
-        for words in values[start:end].view(torch.int64).split(BLOCK_WORDS):
+    digest = torch.zeros((), dtype=torch.int64, device=weights.device)
+    for vector in vectors:
+        for words in vector.view(torch.int64).split(BLOCK_WORDS):
             digest = digest * _MULTIPLIER + (words * weights[: len(words)]).sum()
     return digest
 
@@ -97,7 +98,7 @@ class ReplicaCheck:
 
     def _hash(self, ranges: Sequence[Range]) -> torch.Tensor:
         assert self._weights is not None
-        return hash_of(self.flat.parameters, ranges, self._weights)
+        return hash_of((self.flat.values.of(start, end) for start, end in ranges), self._weights)
 
     def _of_group(self, axis: Axis) -> tuple[set[int], bool]:
         ranges = self._shared[axis]
@@ -113,7 +114,7 @@ class ReplicaCheck:
         size = self.comm.size(axis)
         if size == 1:
             return set(), True
-        parts = [[*self.flat.parts(replica), self.flat.frozen_part(replica)] for replica in range(size)]
+        parts = [self._everywhere(replica) for replica in range(size)]
         hashes = [self._hash(ranges) for ranges in parts]
         own_hashes = torch.stack([*hashes, hashes[0].new_tensor(sound)])
         gathered = self.comm.all_gather(axis, own_hashes).view(size, size + 1).tolist()
@@ -126,10 +127,17 @@ class ReplicaCheck:
             by_certainty[certain] |= odd
         return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 
+    def _everywhere(self, replica: int) -> list[Range]:
+        """What a replica answers for and all replicas hold."""
+        trained, frozen = self.flat.parts(replica), self.flat.frozen_parts(replica)
+        if self.flat.zero == 3:
+            return [trained[-1], *(part for part in frozen if part[0] >= self.flat.frozen_tail)]
+        return [*trained, *frozen]
+
     def _own_verdict(self, kept: Sequence[torch.Tensor] | None) -> int:
         """SOUND if this rank's own part of the parameters still equals its state and, if there is one, the other copy
         of it that was kept; UNSOUND if not; UNKNOWN if there is nothing to compare it with."""
-        published = [self.flat.parameters[start:end] for start, end in self.optimizer.held]
+        published = [self.flat.values.of(start, end) for start, end in self.optimizer.held]
         if any(not same_bits(a, b) for a, b in zip(published, self.optimizer.parameters, strict=True)):
             return UNSOUND
         frozen = [self.optimizer.frozen] if len(self.optimizer.frozen) else []

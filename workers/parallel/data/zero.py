@@ -1,6 +1,7 @@
 """The optimizer under ZeRO (arXiv:1910.02054, section 5.1). Stage 1: each replica keeps the optimizer state of its
 parts of the flat buffer and updates them; the updated parts are then gathered. Stage 0: every replica keeps and updates
-everything; gradients are reduced in the same way, so both stages give the same bits.
+everything; gradients are reduced in the same way, so both stages give the same bits. For the optimizer stage 2 is like
+stage 1; under stage 3 only the tail is gathered, since each unit's weights are when it computes (`units.py`).
 
 The arithmetic (`adamw.py`) works on flat ranges in fp32, with weight decay on some of them. With 16-bit compute the
 parts are fp32 master weights, rounded into the parameters after each step. The state may be in host memory
@@ -62,21 +63,24 @@ class ZeroOptimizer:
         stage: int,
         one_pass: bool = False,
     ):
-        """`stage`: 0 or 1. `one_pass`: update with a compiled kernel."""
+        """`stage`: 0 to 3. `one_pass`: update with a compiled kernel."""
         self.flat, self.config, self.comm, self.reduction, self.sums = flat, config, comm, reduction, sums
         self.owned = reduction.parts
         """Ranges of the flat buffer that this replica saves; together the replicas save each element once."""
-        self.held = self.owned if stage == 1 else [(0, flat.size)]
+        self.held = self.owned if stage else [(0, flat.size)]
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         self.length = sum(end - start for start, end in self.held)
         """Number of trained elements whose state this rank keeps."""
-        everything = self.held != self.owned
-        self._holders = (comm.rank,) if stage == 1 else tuple(comm.grid.group(comm.grid.holders, comm.rank))
-        self.frozen_owned = flat.frozen_part(comm.index(comm.grid.holders))
-        self.frozen_stored = (flat.size, flat.total_size) if everything else self.frozen_owned
-        """Range of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty;
-        `frozen_owned` is the range that this replica saves."""
-        self.frozen = flat.parameters[slice(*self.frozen_stored)]
+        self._holders = (comm.rank,) if stage else tuple(comm.grid.group(comm.grid.holders, comm.rank))
+        self.frozen_owned = flat.frozen_parts(comm.index(comm.grid.holders))
+        """Ranges of the frozen parameters that this replica saves, possibly empty."""
+        self.frozen_stored = self.frozen_owned if stage else flat.frozen_buckets
+        """Ranges of the frozen parameters in the flat buffer whose values this rank keeps, possibly empty."""
+        if flat.zero == 3:
+            tail = flat.frozen_tail, flat.total_size
+            self.frozen_stored = [*(part for part in self.frozen_owned if part[1] <= tail[0]), tail]
+        (first, _), length = self.frozen_stored[0], sum(end - start for start, end in self.frozen_stored)
+        self.frozen = flat.values.of(first, first + length)  # they lie one after the other
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype
         self.has_masters = narrow or config.offload
@@ -88,7 +92,7 @@ class ZeroOptimizer:
         """The state, if it is in host memory."""
         self._groups: dict[float, list[Piece]] = {}
         """The state otherwise, by weight decay."""
-        self.parameters = [flat.parameters[start:end] for start, end in self.held]
+        self.parameters = [flat.values.of(start, end) for start, end in self.held]
         """The fp32 weights of the held ranges: views of the parameters, or of the master weights."""
         masters, moments = self._make_state()
         if masters is not None:
@@ -124,10 +128,10 @@ class ZeroOptimizer:
         moments = [flat.gradients.new_zeros(self.length) for _ in self.config.moments]
         for cut in cuts:
             where = slice(cut.position, cut.position + cut.end - cut.start)
-            values = flat.parameters[cut.start : cut.end] if kept is None else kept[where]
+            values = flat.values.of(cut.start, cut.end) if kept is None else kept[where]
             steps = torch.zeros((), dtype=torch.float32, device=values.device)
-            gradient = flat.gradients[cut.start : cut.end]
-            rounded = flat.parameters[cut.start : cut.end] if self.rounds_at_once else None
+            gradient = flat.sums.of(cut.start, cut.end)
+            rounded = flat.values.of(cut.start, cut.end) if self.rounds_at_once else None
             piece = Piece(values, gradient, tuple(moment[where] for moment in moments), steps, rounded)
             self._groups.setdefault(cut.decay, []).append(piece)
         return kept, moments
@@ -167,7 +171,7 @@ class ZeroOptimizer:
         """The frozen parameters, as far as this rank keeps them; nothing if there are none."""
         if not len(self.frozen):
             return []
-        ranges = (self.frozen_stored,), (self.frozen_owned,)
+        ranges = tuple(self.frozen_stored), tuple(self.frozen_owned)
         return [StatePart(FROZEN, (self.frozen,), False, self._holders, *ranges)]
 
     def step(
@@ -226,7 +230,9 @@ class ZeroOptimizer:
     def load_range(self, start: int, values: torch.Tensor) -> None:
         """Use `values`, fp32 [n], as the flat parameters from element `start` on."""
         end = start + len(values)
-        self.flat.parameters[start:end].copy_(values)
+        for stored in self.flat.values.ranges:
+            low, high = overlap((start, end), stored)
+            self.flat.values.of(low, high).copy_(values[low - start : high - start])
         for part, (first, last) in zip(self.parameters, self.held, strict=True):
             low, high = overlap((start, end), (first, last))
             part[low - first : high - first].copy_(values[low - start : high - start])
@@ -238,7 +244,7 @@ class ZeroOptimizer:
 
     def publish_frozen(self) -> None:
         """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
-        if self.frozen_stored != (self.flat.size, self.flat.total_size):
+        if self.frozen_stored != self.flat.frozen_buckets and self.flat.zero < 3:
             into = self.flat.parameters[self.flat.size :]
             self.comm.start_all_gather(self.comm.grid.holders, self.frozen.clone(), into)[1].wait()
 
@@ -248,15 +254,22 @@ class ZeroOptimizer:
         self.wait_for_parameters()
         if self.has_masters and (self.stores_all_elements or self.offloaded is not None):
             for part, (start, end) in zip(self.parameters, self.held, strict=True):
-                self.flat.parameters[start:end].copy_(part)
+                self.flat.values.of(start, end).copy_(part)
         self._gather_parameters()
 
     def _gather_parameters(self) -> None:
-        """Gather the parameters of other replicas."""
+        """Gather the parameters of other replicas, except for what ZeRO 3 gathers later."""
         if self.stores_all_elements:
             return
+        if self.flat.zero == 3:
+            for part, (start, end) in zip(self.parameters, self.held, strict=True):
+                if self.has_masters and self.offloaded is None:
+                    self.flat.values.of(start, end).copy_(part)
+            own, tail = self.flat.values.of(*self.held[-1]).clone(), self.flat.values.of(*self.flat.buckets[-1])
+            self.comm.start_all_gather(self.comm.grid.holders, own, tail)[1].wait()
+            return
         if self.offloaded is not None:
-            parts = [self.flat.parameters[start:end] for start, end in self.held]  # already rounded
+            parts = [self.flat.values.of(start, end) for start, end in self.held]  # already rounded
         else:
             # They are copied even if no rounding is needed, since the parts are inside of the gathered buffer.
             parts = [part.to(self.flat.parameters.dtype, copy=True) for part in self.parameters]
@@ -268,7 +281,12 @@ class ZeroOptimizer:
     def start_gather_with_forward(self) -> ArrivingParameters | None:
         """From now on the computation that uses the parameters waits for them, not the update. Returns None if nothing
         is gathered, or if the gathered parameters are the state itself, which snapshots read at that time."""
-        if self.has_masters and self.held == self.owned and self.comm.size(self.comm.grid.holders) > 1:
+        if (
+            self.has_masters
+            and self.held == self.owned
+            and self.flat.zero < 3
+            and self.comm.size(self.comm.grid.holders) > 1
+        ):
             self.arriving = ArrivingParameters(self.flat, self.comm)
         return self.arriving
 

@@ -73,6 +73,11 @@ class Fp8Products(TorchProducts):
         if weight.requires_grad:
             self._totals.add(weight.main_grad.data_ptr())  # type: ignore[attr-defined]
 
+    def replace(self, weights: Sequence[nn.Parameter]) -> None:
+        """These of the weights are now where others were."""
+        for weight in weights:
+            self._weights[weight.data_ptr()] = _Weight(weight)
+
     def begin(self) -> None:
         """A step begins, possibly with other weights."""
         for weight in self._weights.values():

@@ -81,7 +81,7 @@ def test_frozen_parameters_lie_last_and_have_no_gradient():
     assert (len(flat.parameters), len(flat.gradients)) == (flat.total_size, flat.size)
     assert flat.frozen[0].start == flat.size
     assert not any(hasattr(slot.entry.parameter, "main_grad") for slot in flat.frozen)
-    parts = [flat.frozen_part(replica) for replica in range(3)]
+    parts = [part for replica in range(3) for part in flat.frozen_parts(replica)]
     assert [start for start, _ in parts] == [flat.size, *(end for _, end in parts[:-1])]
     assert parts[-1][1] == flat.total_size
     assert all((end - start) % ALIGNMENT == 0 for start, end in parts)

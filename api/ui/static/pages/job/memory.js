@@ -14,7 +14,7 @@ export function create({ id, job }) {
   const bars = memoryBars();
   const none = h("p", { class: "empty-note" }, "Waiting for the planner ...");
   planned.body.append(none, bars.element);
-  const headings = ["Rank", "Stage", "Tensor", "Replica", "Now"];
+  const headings = ["Rank", "Stage", "Tensor", "Replica", "Context", "Now"];
   const { element: list, body } = table([...headings, "Planned", "Difference"], { label: "Memory by rank" });
   const note = h("p", { class: "note" });
   measured.body.append(h("div", { class: "tall" }, list), note);
@@ -70,6 +70,7 @@ function row(rank, planned) {
     number(rank.pipeline),
     number(rank.tensor),
     number(rank.data),
+    number(rank.context),
     bytes(rank.memory_bytes),
   ];
   if (planned !== null) texts.push(bytes(planned), difference);

@@ -52,6 +52,7 @@ class RanksTab {
         "Tensor",
         "Stage",
         "Replica",
+        "Context",
         "State",
         "Own time",
         "Wait",
@@ -81,7 +82,7 @@ class RanksTab {
   }
 
   row(rank) {
-    const cells = Array.from({ length: 12 }, () => h("td", { class: "number" }));
+    const cells = Array.from({ length: 13 }, () => h("td", { class: "number" }));
     fill(
       cells[0],
       h("button", { class: "plain", onclick: () => this.grid.pick(this.byNumber.get(rank.rank)) }, String(rank.rank)),
@@ -93,6 +94,7 @@ class RanksTab {
           now.tensor,
           now.pipeline,
           now.data,
+          now.context,
           now.state,
           duration(now.own_seconds),
           duration(now.wait_seconds),
@@ -103,7 +105,7 @@ class RanksTab {
           this.replaced.get(now.rank)?.count ?? 0,
         ];
         texts.forEach((text, place) => setText(cells[place + 1], String(text)));
-        setAttribute(cells[8], "title", now.node);
+        setAttribute(cells[9], "title", now.node);
       },
     };
   }
