@@ -68,7 +68,7 @@ class Engine:
         holder = comm.index(comm.grid.holders)
         self.flat = FlatParameters(
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
-            zero=layout.zero,
+            zero=layout.sharding,
             holder=holder,
         )
         if fp8 is not None:
@@ -104,7 +104,7 @@ class Engine:
         # On a CPU torch's kernels, pass after pass, are no slower, and need no compilation.
         one_pass = spec.train.compile and comm.device.type == "cuda"
         self.optimizer = ZeroOptimizer(
-            self.flat, spec.train.optimizer, comm, self.reduction, sums, layout.zero, one_pass
+            self.flat, spec.train.optimizer, comm, self.reduction, sums, layout.sharding, one_pass
         )
         if layout.gather == "beside_forward" and (arriving := self.optimizer.start_gather_with_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)

@@ -221,7 +221,7 @@ class Trainer:
             self._recording_reported = True
             message = f"micro-batches run without CUDA graphs: recording one failed ({reason})"
             announce(self.comm, self.reporter, "cuda_graph_not_recorded", step, message, {"reason": reason})
-        if layout.zero >= 2 and layout.holders == 1 and not self._sharding_reported:
+        if layout.sharding < layout.zero and not self._sharding_reported:
             self._sharding_reported = True
             message = f"parallel.zero: {layout.zero} shards nothing: no two ranks hold the same parameters"
             announce(self.comm, self.reporter, "nothing_sharded", step, message, {"zero": layout.zero})

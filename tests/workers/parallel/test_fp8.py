@@ -24,6 +24,7 @@ LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
         (1, 1, 2),
         {"gather": "beside_forward", "recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]},
     ),
+    ((2, 1, 2), {"zero": 3, "recompute": "full"}),
     ((2, 2, 2), {}),
 )
 
