@@ -332,7 +332,7 @@ class StepModel:
         reduce = by_units(self.parameters * self.software.gradient_bytes, layers + 2)
         first = ahead = again = 0.0
         if self.spec.layout.zero == 3:
-            reached = layers - max(0, first_trained_layer(self.spec.model, self.spec.train.frozen))
+            reached = layers - max(0, first_trained_layer(self.spec))
             counts = parameter_counts(self.spec.model, self.spec.layout.tensor, vocabulary_rows(self.spec))
             ahead = by_units((counts.before[-1] + counts.both) * self.layer.width, layers + 2)
             again = by_units((counts.before[-1] - counts.before[layers - reached]) * self.layer.width, reached)

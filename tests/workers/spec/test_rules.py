@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from broken_specs import ALLOWED, NOT_BUILT, RAMP, RULES, SETS
+from broken_specs import ALLOWED, RAMP, RULES, SETS
 from engine_specs import document, problems_of, spec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -66,21 +66,6 @@ def test_text_validation_beside_a_token_corpus_needs_its_tokenizer():
     assert "the texts of b need the tokenizer that made the corpus's tokens" in problem.rule
     sets[1]["source"] = "megatron"
     assert problems_of(job) == []
-
-
-@pytest.mark.parametrize(("section", "key", "value"), NOT_BUILT, ids=[f"{case[0]}.{case[1]}" for case in NOT_BUILT])
-def test_unsupported_spec_value_is_reported_with_one_that_works(section, key, value):
-    spec = document(**{section: {key: value}})
-    (problem,) = problems_of(spec)
-    assert problem.path == f"{section}.{key}"
-    assert problem.unsupported
-    assert "not supported yet" in problem.rule
-    if problem.suggestion is None:
-        assert "leave the key out" in problem.rule
-        del spec[section][key]
-    else:
-        spec = follow(spec, problem)
-    assert problems_of(spec) == []
 
 
 def test_spec_with_an_automatic_layout_is_refused_with_advice_to_plan():
