@@ -102,9 +102,9 @@ RULES: tuple[Callable[..., bool], ...] = (
 # Standard deviation of the weights: at 0.2, the default, a plain fp32 loop itself strays further than fp32's tolerance
 # in the deepest models.
 SPREAD = 0.03
-# Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 1e-9 of the
+# Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 3e-9 of the
 # norm may be rounding. Of adapters alone the norm is smaller, but not what passes the frozen weights beside them.
-FLOOR, FLOOR_OF_ADAPTERS = 5e-4, 2e-2
+FLOOR, FLOOR_OF_ADAPTERS = 1e-3, 2e-2
 
 
 @functools.cache
