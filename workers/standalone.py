@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from manta.workers.accounting.device_peak import peak_of_rank
+from manta.workers.accounting.flops import adapters_in_words
 from manta.workers.checkpoint.catalog import complete_checkpoints, manifest_of, newest_usable, next_generation
 from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
@@ -80,6 +81,8 @@ def train(
             print(f"there is nothing left to train: step {trainer.step} is done, and the last one is {last}")
         elif comm.rank == 0 and checkpoints is not None:
             refuse_unwritable(checkpoints)
+        elif comm.rank == 0 and spec.train.lora is not None:
+            print(adapters_in_words(spec))
         if trace is not None:
             trace.begin(trainer, last)
         trainer.train(stop_after_step)

@@ -196,6 +196,7 @@ class EnginePasses(LayerTime):
             self._elements(budget, REDUCED * self.width * self.tokens * columns, 2 * products)
         parameters = sum(rows * columns for rows, columns in matrices)
         self._accumulate(budget, parameters, products)
+        self._adapters_gradients(budget)
         return budget
 
     def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:

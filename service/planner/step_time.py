@@ -1,8 +1,8 @@
 """Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python.
 
-With `train.frozen` and `train.lora`, layers differ by which of their parameters are frozen. Backward ends in the first layer that a
-gradient reaches; the layers below only run forward. Above, frozen weights need no gradient products, sums or casts of
-their own; gradients still pass through them.
+With `train.frozen`, layers differ by which of their parameters are frozen; with `train.lora` all are but those of
+adapters. Backward ends in the first layer that a gradient reaches; the layers below only run forward. Above, frozen
+weights need no gradient products, sums or casts of their own; gradients still pass through them.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
 from manta.service.planner.memory import RESERVE, Fit, fits, tightest
 from manta.service.planner.mixed_search import best_layouts
 from manta.service.planner.search import Plan, placement_problem, smallest_cluster
+from manta.workers.accounting.flops import adapters_in_words
 from manta.workers.config import ElasticConfig, JobSpec
 from manta.workers.spec.problems import Problem, SpecError, problems_of
 from manta.workers.spec.rules import find_problems
@@ -77,7 +78,8 @@ def not_decided(spec: JobSpec, document: dict[str, Any], error: SpecError) -> De
     if requests_layout(document) or "cluster" in document:
         raise error
     reason = "; ".join(problem.rule for problem in error.problems)
-    return Decided(_within_bounds(spec, document), (f"keys left out have their plain defaults: {reason}",))
+    notes = (*_about_adapters(spec), f"keys left out have their plain defaults: {reason}")
+    return Decided(_within_bounds(spec, document), notes)
 
 
 def _within_bounds(spec: JobSpec, document: dict[str, Any]) -> JobSpec:
@@ -147,11 +149,20 @@ def _with_rest(spec: JobSpec, cluster: Cluster) -> Decided:
 
 
 def _choices(spec: JobSpec, decided: JobSpec) -> Iterator[str]:
-    """Sentences about what was decided beside the layout."""
+    """Sentences about what was decided beside the layout, and about adapters."""
+    yield from _about_adapters(decided)
     if decided.train.precision != spec.train.precision:
         yield f"train.precision: {decided.train.precision}, which these GPUs compute fastest"
     if decided.train.micro_batch_size != spec.train.micro_batch_size:
         yield f"train.micro_batch_size: {decided.train.micro_batch_size}, the fastest that fits"
+
+
+def _about_adapters(spec: JobSpec) -> Iterator[str]:
+    if spec.train.lora is None:
+        return
+    yield f"{adapters_in_words(spec)}, at learning rates up to {spec.train.optimizer.learning_rate:g}"
+    if spec.model.from_ is None:
+        yield "train.lora: the model that the adapters are beside is random, since model.from is null"
 
 
 def memory_problem(spec: JobSpec, cluster: Cluster) -> str | None:

@@ -246,8 +246,9 @@ def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
 
 def deferred_bytes(spec: JobSpec, index: int) -> int:
     """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
-    the products and gradients of their results. The result of a row-parallel product is whole on each tensor rank;
-    frozen weights of layers are counted as if they were trained."""
+    the products and gradients of their results, and with adapters those of the inputs' products with A. The result of a
+    row-parallel product is whole on each tensor rank; frozen weights of layers are counted as if they were trained,
+    except beside adapters."""
     model, layout, width = spec.model, spec.layout, width_of(spec)
     h, count = model.hidden_size, layout.pipeline * layout.virtual_stages
     tokens, outside = tokens_of(spec)
@@ -255,15 +256,24 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
     total = 0
     for each in layer_table_of(spec).products:
+        if not may_be_deferred(spec, each):
+            continue
         results = each.ys
         if each.sums:  # the gradient of the sum is gathered
             results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
-        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results))
+        inner = Tensor("inner_gradients", each.inner_columns)
+        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
         total += width * (outside * h + tokens * vocabulary_rows(spec))
     return total
+
+
+def may_be_deferred(spec: JobSpec, products: Products) -> bool:
+    """Whether products have gradients of weights, which a zero-bubble schedule defers: where adapters alone are trained
+    only products beside which there are some, otherwise all."""
+    return spec.train.lora is None or products.inner_columns > 0
 
 
 def tokens_of(spec: JobSpec) -> tuple[int, int]:

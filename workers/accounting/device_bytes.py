@@ -30,7 +30,7 @@ from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action_lists import training_actions
-from manta.workers.spec.layer_table import layer_table
+from manta.workers.spec.layer_table import Products, layer_table, layer_table_of
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 
@@ -108,7 +108,8 @@ def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
     replicas, nodes = spec.layout.data, _nodes_of_others(spec)
     if not nodes:
         return 0
-    trained, tail = parameters_of_rank(spec, stage), _tail(spec, stage)
+    trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
+    tail = _tail(spec, stage)
     head = min(int(spec.layout.bucket_bytes(gpu)) // WIDE, trained - tail)
     return WIDE * max(head, tail) // replicas * nodes
 
@@ -151,8 +152,11 @@ def _nodes_of_others(spec: JobSpec) -> int:
 
 def _tail(spec: JobSpec, stage: int) -> int:
     """Elements of the last bucket except vectors (`workers/parallel/data/flat.py`): the table that another stage holds
-    too, positions, and keys and values that several tensor ranks hold."""
+    too, positions, and keys and values that several tensor ranks hold; or what of adapters these hold."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
+    if spec.train.lora is not None:
+        shared = (_adapter_elements_of_tail(spec, each) for each in layer_table_of(spec).products)
+        return layers_of_rank(spec, stage) * sum(shared)
     stages, last = stages_on_rank(spec, stage), layout.pipeline * layout.virtual_stages - 1
     is_shared = model.tie_embeddings and (0 in stages) != (last in stages)
     elements = vocabulary_rows(spec) * h if is_shared else 0
@@ -160,3 +164,16 @@ def _tail(spec: JobSpec, stage: int) -> int:
         elements += model.sequence_length * h
     copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)
     return elements + layers_of_rank(spec, stage) * sum(copied)
+
+
+def _adapter_elements_of_tail(spec: JobSpec, products: Products) -> int:
+    """Elements of the adapters' matrices that several tensor ranks hold."""
+    if spec.layout.tensor == 1:
+        return 0
+    whole = "lora_b" if products.sums else "lora_a"
+    return sum(
+        rows * columns
+        for weight in products.weights
+        for name, (rows, columns) in weight.adapter_shapes.items()
+        if name.endswith(whole) or weight.copies > 1
+    )

@@ -65,9 +65,9 @@ class StepFlops:
 
 
 def parameter_count(spec: JobSpec) -> int:
-    """Parameters of the whole model, frozen ones and adapters included, without padding. For GPT with multi-head attention, f = 4 h,
-    biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2) and the final norm's
-    2 h."""
+    """Parameters of the whole model, frozen ones and adapters included, without padding. For GPT with multi-head
+    attention, f = 4 h, biases and tied embeddings: 12 L h^2 (1 + 13/(12h) + (v + s)/(12Lh)) (arXiv:2104.04473, eq. 2)
+    and the final norm's 2 h."""
     counts = parameter_counts(spec.model, 1, spec.vocabulary_size, lora=spec.train.lora)
     return counts.before[-1] + counts.both
 
@@ -76,6 +76,12 @@ def trained_parameter_count(spec: JobSpec) -> int:
     """The part of `parameter_count` that is trained."""
     frozen = parameter_counts(spec.model, 1, spec.vocabulary_size, frozen_names(spec))
     return parameter_count(spec) - frozen.before[-1] - frozen.both
+
+
+def adapters_in_words(spec: JobSpec) -> str:
+    """How much of a model with adapters is trained, as a sentence."""
+    trained, whole = trained_parameter_count(spec), parameter_count(spec)
+    return f"train.lora: {trained:,} of {whole:,} parameters are trained ({trained / whole:.2%})"
 
 
 class ParameterCounts(NamedTuple):

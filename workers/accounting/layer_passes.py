@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from manta.workers.accounting.activation_bytes import WIDE, attention_terms, block_terms, bytes_of, tokens_of, width_of
+from manta.workers.accounting.activation_bytes import (
+    WIDE,
+    attention_terms,
+    block_terms,
+    bytes_of,
+    may_be_deferred,
+    tokens_of,
+    width_of,
+)
 from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
@@ -112,8 +120,10 @@ class LayerPasses:
                 tape.allocate_briefly(sizes.in_chunks, size)
                 self.eight.product(tape, sizes.full, sizes.gathered, size)
                 tape.allocate(size)
+                self._adapt(tape, operation, sizes.in_chunks)
             case Products(x=x):
                 self.eight.product(tape, self._bytes(x), sizes.full)
+                self._adapt(tape, operation, sizes.in_chunks or sizes.residual)
                 if sizes.gathered:
                     tape.allocate_briefly(sizes.in_chunks, sizes.residual)
                 tape.allocate(sizes.residual)
@@ -137,9 +147,53 @@ class LayerPasses:
         tape.allocate(*terms.values())
 
     def _hashed(self, size: int) -> int:
-        """Two blocks of 32-bit numbers for a mask of `size` bytes (`workers/parallel/tensor/dropout.py`)."""
+        """Two blocks of 32-bit numbers for the mask of `size` bytes (`workers/parallel/tensor/dropout.py`)."""
+        return self._hashed_numbers(size) if self.model.dropout > 0 else 0
+
+    def _hashed_numbers(self, size: int) -> int:
         most = MASKED_AT_ONCE if self.gpu else MASKED_AT_ONCE_ON_CPU
-        return 8 * min(size // self.sizes.width, most) if self.model.dropout > 0 else 0
+        return 8 * min(size // self.sizes.width, most)
+
+    def _adapt(self, tape: Tape, product: Products, beside: int) -> None:
+        """What adapters add to results, with `beside` bytes of other tensors allocated meanwhile."""
+        if inner := self._inner(product):
+            copied = self._bytes(Tensor("added", product.copied_columns))
+            tape.allocate_briefly(beside, inner, max(copied, self._dropping(product)))
+
+    def _inner(self, product: Products) -> int:
+        """Bytes of the products of an input with A, or of their gradients, of all adapters."""
+        return self._bytes(Tensor("inner", product.inner_columns))
+
+    def _dropping(self, product: Products) -> int:
+        """Bytes that dropout of the input of adapters takes: the result with its mask, or the mask while it is made."""
+        lora = self.spec.train.lora
+        if lora is None or not lora.dropout or not product.inner_columns:
+            return 0
+        x = self._adapted_input(product)
+        return x // self.sizes.width + max(x, self._hashed_numbers(x))
+
+    def _adapted_input(self, product: Products) -> int:
+        """Bytes of the input of adapters, which is whole."""
+        return self._bytes(product.x._replace(own=False))
+
+    def _adapt_backward(self, tape: Tape, product: Products) -> None:
+        """Gradients of the input by way of adapters; those of their inner products stay."""
+        inner, copied = self._inner(product), self._bytes(Tensor("part", product.copied_columns))
+        dropping = self._dropping(product)
+        tape.allocate(inner)
+        tape.allocate_briefly(self._adapted_input(product) if dropping else 0, max(copied, dropping))
+
+    def _adapters_gradients(self, tape: Tape, product: Products, beside: int = 0) -> None:
+        """Gradients of adapters, whose inner gradients are freed."""
+        copied, inner = self._bytes(Tensor("part", product.copied_columns)), self._inner(product)
+        dropping = self._dropping(product)
+        dropped = self._adapted_input(product) if dropping else 0
+        tape.allocate_briefly(beside, max(dropping, dropped + copied))
+        tape.free(inner)
+
+    def _defers(self, product: Products) -> bool:
+        """Whether gradients of weights, or of adapters, are deferred."""
+        return self.split and may_be_deferred(self.spec, product)
 
     def drop_out(self, tape: Tape) -> None:
         """Dropout of the residual stream, and the sum with what it is added to."""
@@ -177,7 +231,7 @@ class LayerPasses:
             # The sum with the gradient of the residual stream. If products are deferred, that at the block's end may
             # hold the incoming gradient.
             tape.allocate_briefly(self.sizes.residual)
-            if not self.split or self._separate(block):
+            if not self._defers(block.products[-1]) or self._separate(block):
                 tape.free(self.sizes.residual)
         return tape.total()
 
@@ -215,7 +269,7 @@ class LayerPasses:
                 if others:
                     tape.allocate(self._bytes(*others))
                     tape.allocate_briefly(self._bytes(y))
-                self._free(tape, *(() if self.split else (y,)), *operation.xs)
+                self._free(tape, *(() if self._defers(block.products[-1]) else (y,)), *operation.xs)
                 tape.free(self.terms.get(block.mask, 0))
 
     def recomputed_forward(self) -> Pass:
@@ -224,13 +278,18 @@ class LayerPasses:
 
     def deferred(self) -> tuple[Pass, ...]:
         """The deferred products for weights, in their order, each of which frees what it held."""
-        sizes = self.sizes
-        return tuple(
-            Pass(0, -sizes.gathered - sizes.residual - self._held(each.x))
-            if each.sums
-            else Pass(sizes.gathered, -self._held(each.x) - self._bytes(*each.ys))
-            for each in reversed(self.table.products)
-        )
+        return tuple(self._deferred(each) for each in reversed(self.table.products) if self._defers(each))
+
+    def _deferred(self, product: Products) -> Pass:
+        tape, sizes = Tape(), self.sizes
+        if product.sums:
+            self._adapters_gradients(tape, product)
+            tape.free(sizes.gathered + sizes.residual + self._held(product.x))
+        else:
+            tape.allocate_briefly(sizes.gathered)
+            self._adapters_gradients(tape, product, sizes.gathered)
+            tape.free(self._held(product.x) + self._bytes(*product.ys))
+        return tape.total()
 
     def _recomputed(self, x: Tensor) -> int:
         """Bytes of the input of a product, if it is recomputed by itself."""
@@ -251,8 +310,10 @@ class LayerPasses:
         tape.allocate(self.sizes.gathered, recomputed_bytes)
         columns = self.eight.gradient_of_input(tape, [self.sizes.full], size)
         tape.allocate(size)
-        if not self.split:
+        self._adapt_backward(tape, product)
+        if not self._defers(product):
             self.eight.gradients_of_weights(tape, columns, size, product.weights)
+            self._adapters_gradients(tape, product)
             tape.free(self._separate(block), self.sizes.gathered, recomputed_bytes)
 
     def _bring_together(self, tape: Tape, product: Products, block: Block) -> None:
@@ -271,17 +332,20 @@ class LayerPasses:
         if recomputed_bytes:
             self.norm(tape, recomputed_bytes, self.model.parts.rms_norm)
         gradients = [self._bytes(y) for y in product.ys]
-        gathered = sizes.gathered if self._held(product.x) and not self.split else 0
+        defers = self._defers(product)
+        gathered = sizes.gathered if self._held(product.x) and not defers else 0
         columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
         tape.allocate(gathered, sizes.full)
+        self._adapt_backward(tape, product)
         if sizes.gathered:
             tape.allocate(sizes.residual)
-        if not self.split:
+        if not defers:
             self.eight.gradients_of_weights(tape, columns, sizes.full, product.weights)
+            self._adapters_gradients(tape, product)
         if sizes.gathered:
             tape.free(sizes.full)
         tape.free(gathered)
-        if not self.split:
+        if not defers:
             tape.free(*gradients, recomputed_bytes)
             self._free(tape, product.x)
 
@@ -302,7 +366,12 @@ class LayerPasses:
         if self.repeated:
             tape.allocate(keys_values)
             tape.free(self.repeated)
-        self._free(tape, *(() if self.split else (attention.y,)), attention.queries, *attention.keys_values)
+        self._free(
+            tape,
+            *(() if self._defers(block.products[-1]) else (attention.y,)),
+            attention.queries,
+            *attention.keys_values,
+        )
         tape.free(self.terms.get("values_by_document", 0))
 
 

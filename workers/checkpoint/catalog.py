@@ -42,7 +42,7 @@ from manta.workers.storage.locations import Location, parse_location
 MANIFEST = "manifest.json"
 FROZEN_WEIGHTS = "frozen.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
-_FROZEN_FOLDER = re.compile(rf"^{FROZEN_PREFIX}(\d{8,})-generation-(\d+)$")
+_FROZEN_FOLDER = re.compile(rf"^{FROZEN_PREFIX}(\d{{8,}})-generation-(\d+)$")
 _MANIFEST_SUM = b', "crc32": '
 
 

@@ -33,7 +33,8 @@ class OptimizerConfig(Section):
     name: Literal["adamw"] = "adamw"
     """Optimizer."""
     learning_rate: PositiveFloat = 1.0e-3
-    """Highest learning rate, reached at the end of the warm-up. Default with model.from: 1e-5."""
+    """Highest learning rate, reached at the end of the warm-up. Default with model.from: 1e-5, with train.lora too:
+    2e-4."""
     min_learning_rate: NonNegativeFloat = MIN_LEARNING_RATE
     """Learning rate of the last step; the lower bound for inverse-sqrt; ignored by constant. Default with model.from
     and a learning_rate below 1e-4: a tenth of that."""
@@ -101,7 +102,8 @@ class LoraConfig(Section):
     """Projections that have adapters, of q, k, v, o (queries, keys, values and output of attention), gate, up and down
     (of the MLP); default: all that the family has."""
     dropout: Fraction = 0.0
-    """Probability at which an element of an adapter's input is set to zero in training."""
+    """Probability of zeroing an element of an adapter's input in training. Adapters with the same input (q, k and v;
+    gate and up) share what is zeroed. Not with train.compile."""
     scaling: Literal["standard", "root"] = "standard"
     """Scale of an adapter. standard: alpha / rank; root: alpha / sqrt(rank) (arXiv:2312.03732)."""
     init: Literal["default", "gaussian"] = "default"
@@ -161,7 +163,8 @@ class TrainConfig(Section):
     """Parameters that are not trained, as patterns of their names: `embedding`, `layers.0-3`, `*.mlp`
     (docs/training.md). They have no gradients and no moments, and backward stops at the first trained parameter."""
     lora: LoraConfig | None = None
-    """Low-rank adapters, which alone are trained (docs/fine_tuning.md); default: none, the model is trained."""
+    """Low-rank adapters, which alone are trained (docs/fine_tuning.md); default: none, the model is trained. Not for
+    custom models."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits;
     it keeps logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the

@@ -139,6 +139,17 @@ class Products:
         """Shapes of all adapters' matrices, by their names within the layer."""
         return {name: shape for each in self.weights for name, shape in each.adapter_shapes.items()}
 
+    @property
+    def inner_columns(self) -> int:
+        """Columns of the inputs' products with A, of all adapters together."""
+        return sum(each.rank * len(each.adapters) for each in self.weights)
+
+    @property
+    def copied_columns(self) -> int:
+        """Most columns of the part of a result that an adapter is beside, if it is not all of that weight's result."""
+        parts = ((each, rows.length * rows.blocks) for each in self.weights for rows in each.adapters)
+        return max((columns for each, columns in parts if columns < each.rows), default=0)
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -193,6 +204,11 @@ class Block:
     """Whether there is dropout before the sum; backward needs its mask, one byte per element."""
 
     @property
+    def products(self) -> tuple[Products, ...]:
+        """The linear layers, in order, those with a common input together."""
+        return tuple(each for each in self.operations if isinstance(each, Products))
+
+    @property
     def ends_in_product(self) -> bool:
         """Whether nothing is between the last product and the sum, which without dropout the product computes."""
         return isinstance(self.operations[-1], Products)
@@ -217,7 +233,7 @@ class LayerTable:
     @cached_property
     def products(self) -> tuple[Products, ...]:
         """The linear layers, in order, those with a common input together."""
-        return tuple(each for each in self.operations if isinstance(each, Products))
+        return tuple(each for block in self.blocks for each in block.products)
 
     @cached_property
     def attention(self) -> Attention:
@@ -269,6 +285,11 @@ def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0, lora: LoraC
 def layer_table_of(spec: JobSpec, layer: int = 0) -> LayerTable:
     """Layer `layer` of a job, on one of its tensor ranks."""
     return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter of this name belongs to an adapter."""
+    return name.endswith((".lora_a", ".lora_b"))
 
 
 def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:

@@ -29,8 +29,8 @@ _MACHINE_SPECIFIC_ERRORS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, 
 
 
 ADAPTER_FROM = "train.lora.from"
-FINE_TUNING_RATE = 1.0e-5
-"""Default of `train.optimizer.learning_rate` for jobs that begin with weights."""
+FINE_TUNING_RATE, ADAPTER_RATE = 1.0e-5, 2.0e-4
+"""Defaults of `train.optimizer.learning_rate` for jobs that begin with weights: that train these, or only adapters."""
 
 
 def names_weights(document: Any) -> bool:
@@ -107,7 +107,8 @@ def _with_rates_for_weights(train: Any) -> Any:
     optimizer = train.get("optimizer", {}) if isinstance(train, dict) else None
     if not isinstance(optimizer, dict):
         return train  # reported later
-    rates = {"learning_rate": optimizer.get("learning_rate", FINE_TUNING_RATE)}
+    default = FINE_TUNING_RATE if train.get("lora") is None else ADAPTER_RATE
+    rates = {"learning_rate": optimizer.get("learning_rate", default)}
     if isinstance(rates["learning_rate"], float) and rates["learning_rate"] < MIN_LEARNING_RATE:
         rates["min_learning_rate"] = rates["learning_rate"] / 10
     return {**train, "optimizer": {**rates, **optimizer}}

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
-from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
+from manta.workers.spec.layer_table import is_adapter
 from manta.workers.weights.adapters import InitialAdapter
 from manta.workers.weights.folder import FileTensor, tensors_of
 from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors, uses_of
@@ -33,9 +34,14 @@ class Weights:
         self._at = tensors_of(spec)
         self._moved = moved
         self._parts = uses_of(huggingface_tensors(spec))
+        self._seed = spec.train.seed
 
     def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
-        """Put the part of a parameter that the rank holds into `local`, of its shape. Raises WeightsError."""
+        """Put the part of a parameter that the rank holds into `local`, of its shape; of an adapter, which the folder
+        does not have, the initial values. Raises WeightsError."""
+        if is_adapter(entry.name):
+            fill_initial(entry, local, self._seed)
+            return
         rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
         local[max(0, rows[1] - rows[0]) :].zero_()  # rows of a padded vocabulary
         for tensor, piece in self._parts[entry.name]:
@@ -65,12 +71,19 @@ class Weights:
             raise _unreadable(here, error) from error
 
 
-def initial_adapter(spec: JobSpec, lora: LoraConfig) -> Callable[[NamedShard, torch.Tensor], None]:
-    """What puts the rank's part of an adapter's matrix, from the folder that the job's adapters begin with, into memory
-    of its shape. Raises WeightsError if they do not fit, as what it returns does."""
+Fill = Callable[[NamedShard, torch.Tensor], None]
+"""Puts initial values of a rank's part of a parameter into memory of its shape."""
+
+
+def with_adapter(spec: JobSpec, lora: LoraConfig, others: Fill) -> Fill:
+    """Initial values of adapters from the folder that they begin with, and of `others`. Raises WeightsError if the
+    adapters do not fit, as what it returns does."""
     adapter = InitialAdapter(spec, lora)
 
     def fill(entry: NamedShard, local: torch.Tensor) -> None:
+        if not is_adapter(entry.name):
+            others(entry, local)
+            return
         (first, end), (left, right) = entry.shard.rows_and_columns(tuple(local.shape))
         local.copy_(torch.from_numpy(adapter.values(entry.name)[first:end, left:right]))
 

@@ -18,7 +18,7 @@ from manta.service.planner.memory import usable_bytes, worst_rank
 from manta.service.planner.search import Best, evaluate, fastest, search, smallest_cluster
 from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import StepModel
-from manta.workers.config import ElasticConfig, JobSpec
+from manta.workers.config import ElasticConfig, JobSpec, LoraConfig
 from manta.workers.spec.divisors import divisors
 from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import a100s, job
@@ -170,6 +170,13 @@ def drawn_in_part(seed: int) -> tuple[JobSpec, Cluster]:
     return spec.model_copy(update={"train": spec.train.model_copy(update={"frozen": patterns})}), cluster
 
 
+def drawn_with_adapters(seed: int) -> tuple[JobSpec, Cluster]:
+    """Which alone are trained."""
+    spec, cluster = drawn_on_measured(seed)
+    lora = LoraConfig(rank=8, targets=("q", "down"))
+    return spec.model_copy(update={"train": spec.train.model_copy(update={"lora": lora})}), cluster
+
+
 def corners(layouts: list[Candidate], spec: JobSpec) -> list[Candidate]:
     """Of each kind those with the fewest and the most micro-batches, and with as many as just fill the pipeline: where
     bounds are near to what they bound."""
@@ -194,6 +201,7 @@ BOUNDED = [(drawn, seed) for seed in range(6)] + [
     (drawn_on_measured, 4),
     (drawn_with_offload, 2),
     (drawn_in_part, 4),
+    (drawn_with_adapters, 1),
 ]
 
 

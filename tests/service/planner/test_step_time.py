@@ -326,9 +326,10 @@ LLAMA = {"family": "llama", "kv_heads": 4, "tie_embeddings": False}
 GPT = {"dropout": 0.0, "tie_embeddings": False}
 
 
-def frozen(patterns: tuple[str, ...], model: dict | None = None, **layout) -> JobSpec:
+def frozen(patterns: tuple[str, ...], model: dict | None = None, lora: dict | None = None, **layout) -> JobSpec:
     """A job of eight layers."""
-    return job(model=GPT | (model or {}), train={"frozen": patterns, "global_batch_size": 16}, **layout)
+    train = {"frozen": patterns, "global_batch_size": 16, "lora": lora}
+    return job(model=GPT | (model or {}), train=train, **layout)
 
 
 def reached(spec: JobSpec) -> int:
@@ -337,13 +338,15 @@ def reached(spec: JobSpec) -> int:
 
 
 @pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
-@pytest.mark.parametrize("patterns", [(), *PARTS], ids=str)
+@pytest.mark.parametrize(
+    ("patterns", "lora"), [*((each, None) for each in ((), *PARTS)), ((), {}), ((), {"targets": ["k", "up"]})], ids=str
+)
 @pytest.mark.parametrize(
     "layout", [{}, {"pipeline": 4}, {"pipeline": 2, "schedule": "zb-v", "virtual_stages": 2}], ids=str
 )
-def test_planned_products_of_frozen_jobs_match_their_flops(patterns, model, layout):
+def test_planned_products_of_frozen_jobs_match_their_flops(patterns, lora, model, layout):
     """Torch's own count of the engine's steps is what these FLOPs are held against."""
-    spec = frozen(patterns, model, **layout)
+    spec = frozen(patterns, model, lora, **layout)
     model_of_step = StepModel(spec, Cluster(cpu_machine(8, 1, 1e12, COUNTER), 1, 8), MANTA_ON_CPU)
     stages = range(spec.layout.pipeline * spec.layout.virtual_stages)
     passes = [each for index in stages for each in model_of_step.budgets_of(index)]

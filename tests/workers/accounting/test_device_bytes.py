@@ -67,6 +67,13 @@ JOBS = {
     "offload, frozen": job(
         "gpt", 12, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
     ),
+    "adapters": job(lora={}),
+    "adapters, zb-h1": job("gpt", parallel={"schedule": "zb-h1"}, lora={"dropout": 0.1}),
+    "some adapters, zb-v": job(
+        "qwen", parallel={"schedule": "zb-v", "virtual_stages": 2}, lora={"targets": ["down", "o"]}
+    ),
+    "adapters, full, one rank": job("gpt", **ALONE, lora={"dropout": 0.1}, micro_batch_size=2),
+    "some adapters, 8 bits": job("qwen", fp8="tensorwise", lora={"targets": ["q", "v"], "rank": 64}),
     "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
 }
 
@@ -153,7 +160,9 @@ def test_chunked_forward_holds_two_chunks_at_once(family):
         assert accounted - less_accounted > 0.05 * accounted
 
 
-@pytest.mark.parametrize(("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("offload, frozen", 0)])
+@pytest.mark.parametrize(
+    ("name", "stage"), [("1f1b", 0), ("zb-h1", 0), ("full", 3), ("offload, frozen", 0), ("adapters, zb-h1", 0)]
+)
 def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
     """Of half as many micro-batches as in the soak, which are enough to fill the pipeline."""
     train = JOBS[name].train
@@ -270,6 +279,7 @@ CASES = {
     "shares that are not aligned": ({}, {"data": 3}, 16, 4),
     "copies of keys and values": ({"kv_heads": 1, "family": "llama"}, {"tensor": 4, "data": 2}, 8, 1),
     "small buckets": ({}, {"data": 2, "bucket_megabytes": 0.2}, 8, 1),
+    "adapters": ({"kv_heads": 1}, {"tensor": 4, "data": 2, "bucket_megabytes": 0.2}, 8, 1),
 }
 
 
@@ -281,7 +291,8 @@ def elastic_job(model, parallel, batch, **train):
 @pytest.mark.parametrize("name", CASES)
 def test_elastic_receive_buffer_has_the_size_of_the_largest_bucket(name):
     model, parallel, batch, nodes = CASES[name]
-    elastic = elastic_job(model, parallel, batch, deterministic="elastic")
+    lora = {"lora": {"rank": 32}} if name == "adapters" else {}
+    elastic = elastic_job(model, parallel, batch, deterministic="elastic", **lora)
     grid = RankGrid(elastic.layout)
     for stage in range(elastic.layout.pipeline):
         engine = Engine(elastic, Comm(grid, stage * elastic.layout.tensor, torch.device("cpu")))

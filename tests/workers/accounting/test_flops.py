@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import papers
 import pytest
@@ -21,9 +22,11 @@ from manta.workers.accounting.flops import (
     rank_parameters,
     recomputed_layer_passes,
     step_flops,
+    trained_parameter_count,
+    trained_parameters,
     waiting_gradient_buffers,
 )
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.engine import Engine
 from manta.workers.model.stage import ModelStage
 from manta.workers.parallel.data.state import tensors_of
@@ -185,6 +188,36 @@ def test_frozen_parameters_save_the_flops_that_torch_does_not_count(frozen, poli
         job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": tuple(frozen)})})
         assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
         assert step_flops(job_spec).model_full < step_flops(whole).model_full
+
+
+def adapted(job_spec: JobSpec, **lora: Any) -> JobSpec:
+    """With adapters."""
+    return job_spec.model_copy(update={"train": job_spec.train.model_copy(update={"lora": LoraConfig(**lora)})})
+
+
+@pytest.mark.parametrize("layout", layouts(), ids=str)
+@pytest.mark.parametrize(
+    ("lora", "policy"), [({"rank": 3}, POLICIES[0]), ({"rank": 2, "targets": ("k", "down")}, POLICIES[5])], ids=str
+)
+def test_hardware_flops_and_parameters_of_adapters_match_the_engine(lora, policy, layout):
+    """Also those that each tensor rank computes as a whole, and what backward computes again."""
+    job_spec = adapted(uneven(1, family="qwen", **policy, **layout), **lora)
+    assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
+    for stage in range(job_spec.layout.pipeline):
+        model = ModelStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        assert rank_parameters(job_spec)[stage] == sum(size for size, _ in sizes)
+        assert trained_parameters(job_spec)[stage] == sum(size for size, trained in sizes if trained)
+
+
+def test_adapters_of_llama_3_1_8b_have_the_published_number_of_parameters():
+    shape = {"family": "llama", "layers": 32, "hidden_size": 4096, "heads": 32, "kv_heads": 8}
+    model = shape | {"ffn_hidden_size": 14336, "vocabulary_size": 128256, "sequence_length": 4096}
+    job_spec = adapted(spec(model=model), rank=16)
+    assert trained_parameter_count(job_spec) == 41_943_040
+    assert parameter_count(job_spec) == 8_030_261_248 + 41_943_040
+    layers = 6 * 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert step_flops(job_spec).model_full < step_flops(spec(model=model)).model_full - layers / 3 * 4096
 
 
 @pytest.mark.parametrize("layout", layouts()[1:], ids=str)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from manta.workers.accounting.activation_bytes import deferred_bytes, layer_term
 from manta.workers.accounting.layer_passes import LayerPasses
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.accounting.step_peak import StepPeak
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.parallel import recompute as recomputation
 
 FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
@@ -36,6 +36,10 @@ def jobs() -> list[JobSpec]:
             parallel=layout,
         )
         for family, layout, precision, dropout in product(FAMILIES, LAYOUTS, ("fp32", "bf16"), (0.0, 0.1))
+    ]
+    some += [
+        job.model_copy(update={"train": job.train.model_copy(update={"lora": LoraConfig(rank=4, dropout=dropout)})})
+        for job, dropout in zip(some, cycle((0.0, 0.3)), strict=False)
     ]
     apart = [job.model_copy(update={"data": job.data.model_copy(update={"documents": "apart"})}) for job in some]
     return some + apart

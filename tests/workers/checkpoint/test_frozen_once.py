@@ -163,7 +163,8 @@ def test_damage_of_frozen_parameters_is_named_and_so_is_their_absence(corpus, tm
     content[20_000] ^= 1
     (place / "__0_1.distcp").write_bytes(content)
     usable, (problem,) = newest_usable(tmp_path)
-    assert usable is None and f"the frozen weights at {place} are damaged: __0_1.distcp is not what was written" in problem
+    assert usable is None
+    assert f"the frozen weights at {place} are damaged: __0_1.distcp is not what was written" in problem
     shutil.rmtree(place)
     condition, _, problem = inspect(path)
     assert condition is Condition.INCOMPLETE

@@ -53,22 +53,29 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "tensor", "kv_heads", "recompute", "chunks"),
+    ("family", "tensor", "kv_heads", "recompute", "chunks", "lora"),
     [
-        *(("gpt", 2, 4, "selective", 3), ("qwen", 2, 2, "none", 1)),
+        *(
+            ("gpt", 2, 4, "selective", 3, None),
+            ("qwen", 2, 2, "none", 1, None),
+            ("llama", 2, 1, "full", 2, {"rank": 3}),
+        ),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
             for each in (
-                *(("gpt", 1, 4, "none", 1), ("gpt", 2, 1, "none", 1), ("gpt", 2, 4, "full", 2)),
-                *(("llama", 1, 4, "selective", 1), ("qwen", 2, 2, "none", 3)),
+                *(("gpt", 1, 4, "none", 1, None), ("gpt", 2, 1, "none", 1, None), ("gpt", 2, 4, "full", 2, None)),
+                *(("llama", 1, 4, "selective", 1, None), ("qwen", 2, 2, "none", 3, None)),
+                ("gpt", 1, 4, "none", 1, {"rank": 3, "targets": ["k", "o"]}),
             )
         ),
     ],
 )
-def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, tensor, kv_heads, recompute, chunks):
+def test_compiled_layers_are_one_graph_and_give_the_same_numbers(
+    ranks, family, tensor, kv_heads, recompute, chunks, lora
+):
     job = document(
         model={"family": family, "layers": 5, "kv_heads": kv_heads, "sliding_window": 5},
-        train={"micro_batch_size": 4},
+        train={"micro_batch_size": 4, "lora": lora},
         parallel={**axes((tensor, 1, 1)), "recompute": recompute, "forward_chunks": chunks},
     )
     expected = ranks.run(layout_of(tensor=tensor), plain, job, 3)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from engine_specs import axes, document, layout_of
 from plain_gpt import random_weights
 from plain_llama import plain_model
 from rank_programs import assemble, run_steps
+from their_models import in_fp64
 
 from manta.workers.model.rotary import Rotary, frequencies_of
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
@@ -59,30 +58,7 @@ def theirs(job) -> torch.nn.Module:
         tie_word_embeddings=model.tie_embeddings, sliding_window=model.sliding_window, rope_parameters=scaling,
         attn_implementation="sdpa", pad_token_id=None, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    made = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
-    made.model.rotary_emb = InFp64(job)
-    for module in made.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = functools.partial(normed, module)
-    return made
-
-
-def normed(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Their norm without its fp32 inside."""
-    return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-
-class InFp64(torch.nn.Module):
-    """Their tables, which are fp32 whatever the model is, from our angles in fp64 (compared with theirs below)."""
-
-    def __init__(self, job):
-        super().__init__()
-        frequencies, self.scale = frequencies_of(job.model.rope_or_default, job.model.head_size)
-        angles = torch.outer(torch.arange(job.model.sequence_length).double(), frequencies)
-        self.angles = torch.cat([angles, angles], -1).unsqueeze(0)
-
-    def forward(self, x, position_ids):
-        return self.angles.cos() * self.scale, self.angles.sin() * self.scale
+    return in_fp64(getattr(transformers, f"{kind}ForCausalLM")(config), job)
 
 
 def their_weights(weights: dict[str, torch.Tensor], job) -> dict[str, torch.Tensor]:

@@ -151,6 +151,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "parallel": REPLICAS["parallel"] | {"zero": 0},
         "train": REPLICAS["train"],
     },
+    "gpt, adapters": {"train": {"lora": {"rank": 3, "dropout": 0.3}}},
     "gpt, bf16, replicas beside forward": {
         "parallel": REPLICAS["parallel"] | {"gather": "beside_forward"},
         "train": REPLICAS["train"] | BF16,

@@ -18,8 +18,9 @@ from manta.workers.accounting.activation_bytes import layer_terms, tokens_of
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import Documents
 from manta.workers.parallel.tensor.shards import named_shards
-from manta.workers.spec.layer_table import LayerTable, layer_table
+from manta.workers.spec.layer_table import LayerTable, layer_table, layer_table_of
 from manta.workers.spec.parameters import frozen_by_layer
+from manta.workers.spec.problems import SpecError
 
 MODULES = ("core_attention", "norm", "mlp_activation")
 FACTORS: Factors = {
@@ -31,9 +32,10 @@ FACTORS: Factors = {
     "documents": ("together", "apart"),
     "window": (None, 5),
     "frozen": ((), ("*.mlp",), ("*.q", "*.up"), ("*.qkv", "*.kv", "*.down"), ("*.attention.*", "*.gate")),
+    "lora": (None, (3, 0.3, None), (5, 0.0, ("k", "v", "down")), (2, 0.0, ("q", "up"))),
 }
 """Family and biases; key-value heads and size of a head; tensor ranks and sequence parallelism; written out or fused,
-and dropout; recomputed modules."""
+and dropout; recomputed modules; rank, dropout and targets of adapters."""
 
 
 def job_of(row: Row) -> JobSpec:
@@ -45,13 +47,24 @@ def job_of(row: Row) -> JobSpec:
     layout: dict[str, Any] = {"tensor": tensor, "sequence_parallel": split}
     if row["modules"]:
         layout |= {"recompute": "selective", "recompute_modules": row["modules"]}
-    job = spec(model=model, train={"micro_batch_size": 3, "attention": attention}, parallel=layout)
+    if row["lora"] and row["frozen"]:
+        raise SpecError([])
+    lora = row["lora"] and dict(zip(("rank", "dropout", "targets"), row["lora"], strict=True))
+    train = {"micro_batch_size": 3, "attention": attention, "lora": lora}
+    job = spec(model=model, train=train, parallel=layout)
     documents = job.data.model_copy(update={"documents": row["documents"]})
     train = job.train.model_copy(update={"frozen": row["frozen"]})
     return job.model_copy(update={"data": documents, "train": train})
 
 
-FUSED = {"layout": (1, False), "attention": ("sdpa", 0.0), "frozen": ("*.output",), "window": None, "heads": (2, None)}
+FUSED: Row = {
+    "layout": (1, False),
+    "attention": ("sdpa", 0.0),
+    "frozen": ("*.output",),
+    "window": None,
+    "heads": (2, None),
+}
+FUSED |= {"lora": None}
 ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
     {"family": (family, False), "modules": modules, "documents": documents, **FUSED}
     for family, modules, documents in product(("gpt", "qwen"), ((), ("core_attention",)), ("together", "apart"))
@@ -79,12 +92,13 @@ class _Products(DispatchMode):
 def shapes(table: LayerTable) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's parameters on a rank, by name."""
     weights = {f"{w.name}.weight": (w.rows,) if w.is_vector else (w.rows, w.columns) for w in table.weights}
-    return weights | {f"{w.name}.bias": (w.rows,) for w in table.weights if w.has_bias}
+    adapters = {name: shape for w in table.weights for name, shape in w.adapter_shapes.items()}
+    return weights | adapters | {f"{w.name}.bias": (w.rows,) for w in table.weights if w.has_bias}
 
 
 @pytest.mark.parametrize("job", [pytest.param(job_of(row), id=repr(row)) for row in ROWS])
 def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
-    layer, table, frozen = OneLayer(job), layer_table(job.model, job.layout.tensor), frozen_by_layer(job)[0]
+    layer, table, frozen = OneLayer(job), layer_table_of(job), frozen_by_layer(job)[0]
     shards = {entry.name: entry.parameter for entry in named_shards(layer.layer)}
     assert {name: tuple(parameter.shape) for name, parameter in shards.items()} == shapes(table)
     assert table.parameters == {name: parameter.numel() for name, parameter in shards.items()}
@@ -102,10 +116,12 @@ def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
         assert sorted(saved) == sorted(terms.values())
     with _Products(job.attention_is_explicit) as backward:
         torch.autograd.backward([edge], [torch.ones_like(source)])
-    lengths = {w.name: tuple(sorted((tokens_of(job)[0], w.rows, w.columns))) for w in table.weights if not w.is_vector}
+    matrices = {name: shape for name, shape in shapes(table).items() if len(shape) == 2}
+    lengths = {name: tuple(sorted((tokens_of(job)[0], *shape))) for name, shape in matrices.items()}
     assert forward.lengths == Counter(lengths.values())
-    trained = [each for name, each in lengths.items() if f"{name}.weight" not in frozen]
-    assert backward.lengths == Counter([*lengths.values(), *trained])
+    trained = [each for name, each in lengths.items() if name not in frozen]
+    again = [each for name, each in lengths.items() if name.endswith("lora_a")]
+    assert backward.lengths == Counter([*lengths.values(), *trained, *again])
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

@@ -74,8 +74,10 @@ class OneLayer:
         self.flat.parameters.normal_(0.0, 0.02)
         self.keys: torch.Tensor | None = None
         """Dropout keys of the micro-batch, which all layers share."""
+        keys = sample_keys(0, range(spec.train.micro_batch_size), CPU)
         if spec.model.dropout > 0:
-            self.keys = sample_keys(0, range(spec.train.micro_batch_size), CPU)
+            self.keys = keys
+        self.adapter_keys = keys if spec.train.lora is not None and spec.train.lora.dropout > 0 else None
 
     def input(self) -> torch.Tensor:
         """A full micro-batch: [s or s/t, b, h]."""
@@ -87,7 +89,7 @@ class OneLayer:
     def forward(self, x: torch.Tensor, documents: Documents | None = None) -> torch.Tensor:
         """The layer under the layout's policy, as a chunk runs it."""
         positions, recompute = Positions.of(self.spec.model.sequence_length), Recompute.of(self.spec.layout)
-        run = ForwardPass(positions, self.keys, recompute, documents=documents)
+        run = ForwardPass(positions, self.keys, recompute, documents=documents, adapter_keys_b=self.adapter_keys)
         return checkpointed(self.comm, self.layer, x, run) if run.recompute.full_layer(0) else self.layer(x, run)
 
 

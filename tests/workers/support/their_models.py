@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from manta.workers.config import JobSpec
+from manta.workers.model.rotary import frequencies_of
 
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "original_max_position_embeddings": 32,
@@ -62,3 +66,33 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32, shard: st
     """A folder as `save_pretrained` makes it."""
     their_model(kind, **more).to(dtype).save_pretrained(folder, max_shard_size=shard)
     return folder
+
+
+def in_fp64(made: torch.nn.Module, job: JobSpec) -> torch.nn.Module:
+    """A model of theirs in fp64, without the fp32 that some of its parts have inside."""
+    made = made.double().eval()
+    if job.model.family != "gpt":
+        made.model.rotary_emb = _TablesInFp64(job)
+    for module in made.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(_normed, module)
+    return made
+
+
+def _normed(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+class _TablesInFp64(torch.nn.Module):
+    """Their tables, which are fp32 whatever the model is, from our angles in fp64 (compared with theirs in
+    tests/workers/model/test_llama.py)."""
+
+    def __init__(self, job: JobSpec):
+        super().__init__()
+        frequencies, self.scale = frequencies_of(job.model.rope_or_default, job.model.head_size)
+        angles = torch.outer(torch.arange(job.model.sequence_length).double(), frequencies)
+        self.angles = torch.cat([angles, angles], -1).unsqueeze(0)
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, **kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines."""
+        return self.angles.cos() * self.scale, self.angles.sin() * self.scale

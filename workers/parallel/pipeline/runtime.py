@@ -252,7 +252,9 @@ class Pipeline:
         return step_state.inputs[key]
 
     def _forward_pass(self, action: Action, step_state: Step) -> ForwardPass:
-        keys = step_state.dropout_keys[action.micro_batch] if torch.is_grad_enabled() and step_state.dropout_keys else None
+        keys = (
+            step_state.dropout_keys[action.micro_batch] if torch.is_grad_enabled() and step_state.dropout_keys else None
+        )
         of_model, of_adapters = self.spec.model.dropout > 0.0, self._drops_adapters
         documents = step_state.batch[action.micro_batch].documents
         is_recomputed = (action.micro_batch, action.chunk) in step_state.recomputed

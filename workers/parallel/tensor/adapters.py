@@ -24,6 +24,7 @@ from torch import nn
 from manta.workers.config import LoraConfig
 from manta.workers.parallel.tensor.dropout import derived_keys, kept
 from manta.workers.parallel.tensor.positions import Positions
+from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.parallel.tensor.shards import ParameterShard, ShardedModule
 from manta.workers.parallel.tensor.weight_gradients import WeightGradients
 from manta.workers.spec.layer_table import Rows, Weight
@@ -81,6 +82,7 @@ class AdaptedLinear(ShardedModule):
     """A linear layer with a `weight`, beside which there may be adapters."""
 
     weight: nn.Parameter
+    region: Region
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +93,9 @@ class AdaptedLinear(ShardedModule):
         shard, rank = self.shards["weight"], lora.rank
         rows, inputs = self.weight.shape
         by_rows = shard.split_dim == 0
-        is_split = rows < shard.shape[0] or inputs < shard.shape[1]
-        # Alone, a rank has a whole that counts as its part, like the weight.
-        whole = ParameterShard((), None if is_split else 0, partial=is_split)
+        shared = self.region.tensor_size > 1
+        # What a rank has all of alone counts as split, like the weight: its gradient is reduced during backward.
+        whole = ParameterShard((), None if shared else 0, partial=shared)
         made = []
         for each in weight.adapters:
             name, own = each.name.rpartition(".")[2], each.length * each.blocks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_specs import axes, document, layout_of
 from plain_gpt import random_weights
-from plain_llama import plain_model
+from plain_lora import adapted_model
 from rank_programs import Steps, assemble, light, run_steps, train_job
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -26,6 +26,8 @@ LENGTH = 12
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "kv_heads": 2, "ffn_hidden_size": 40},
+    "adapters": {"family": "llama", "kv_heads": 2, "ffn_hidden_size": 40},
+    "adapters of gpt": {"family": "gpt"},
 }
 
 
@@ -46,6 +48,8 @@ def job(family: str, sequence_parallel: bool, chunks: int, **layout: Any) -> dic
     model = {"layers": 4, "hidden_size": 16, "vocabulary_size": 257, "sequence_length": LENGTH}
     train = {"steps": 1, "global_batch_size": 4, "micro_batch_size": 2, "optimizer": {"beta1": 0.0, "clip_norm": 0.0}}
     parallel = {"sequence_parallel": sequence_parallel, "forward_chunks": chunks} | layout
+    if family.startswith("adapters"):
+        train["lora"] = {"rank": 3, "alpha": 20.0, "dropout": 0.3}
     return document(model=model | FAMILIES[family], train=train, parallel=parallel)
 
 
@@ -59,12 +63,13 @@ def windows() -> torch.Tensor:
 def reference(family: str) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
     """(weights, loss, gradients) of the plain model on one rank in fp64."""
     spec = parse_job_spec(job(family, False, 1))
-    model = plain_model(spec).double()
+    model = adapted_model(spec).double()
     weights = random_weights(spec, spread=0.03, model=model)
     model.load(weights)
     loss = model.loss(windows())
     loss.backward()
-    return weights, loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+    trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return weights, loss.item(), trained
 
 
 def gradients_of(steps: list[Steps], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
