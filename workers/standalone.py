@@ -77,12 +77,12 @@ def train(
         trainer = Trainer(spec, comm, reporter, peak_of_rank(device, spec), places)
         restore_newest(trainer, checkpoints)
         last = min(spec.train.steps, stop_after_step or spec.train.steps)
+        if comm.rank == 0 and spec.train.lora is not None:
+            print(adapters_in_words(spec), flush=True)
         if comm.rank == 0 and trainer.step >= last:
             print(f"there is nothing left to train: step {trainer.step} is done, and the last one is {last}")
         elif comm.rank == 0 and checkpoints is not None:
             refuse_unwritable(checkpoints)
-        elif comm.rank == 0 and spec.train.lora is not None:
-            print(adapters_in_words(spec))
         if trace is not None:
             trace.begin(trainer, last)
         trainer.train(stop_after_step)

@@ -80,7 +80,7 @@ def _decayed_once(spec: JobSpec) -> Iterator[Problem]:
 
 def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
     patterns = spec.train.frozen
-    if not patterns:
+    if not patterns or spec.train.lora is not None:
         return
     if not spec.model.is_counted:
         problem = "not supported for custom models, whose parameters are unknown"
@@ -107,17 +107,14 @@ def _adapters_fit(spec: JobSpec) -> Iterator[Problem]:
     if spec.train.frozen:
         yield Problem("train.frozen", "train.lora freezes the model already", "[]")
     known, targets = lora_targets(model), lora.targets or lora_targets(model)
-    lacking = [target for target in targets if target not in known]
-    for at, target in enumerate(targets):
-        fits = [each for each in known if each not in targets]
-        if target not in known:
-            problem = f"{model.family} has no {target}; its targets are {', '.join(known)}"
-            yield Problem(f"train.lora.targets.{at}", problem, next(iter(fits or known)))
-        elif target in targets[:at]:
-            once = ", ".join(dict.fromkeys(targets))
-            yield Problem("train.lora.targets", f"{target} is named twice", f"[{once}]")
-    if lacking:
+    once = tuple(dict.fromkeys(targets))
+    if lacking := [target for target in once if target not in known]:
+        problem = f"{model.family} has no {' and no '.join(lacking)}; its targets are {', '.join(known)}"
+        fitting = [target for target in once if target in known]
+        yield Problem("train.lora.targets", problem, f"[{', '.join(fitting or known)}]")
         return
+    if len(once) < len(targets):
+        yield Problem("train.lora.targets", "a target is named twice", f"[{', '.join(once)}]")
     matrices = layer_table(model).logical_matrices
     shapes = {target: matrices[ADAPTED[target]] for target in targets}
     sides = {target: (weight.columns, rows.length * rows.blocks) for target, (weight, rows) in shapes.items()}

@@ -80,6 +80,15 @@ def test_learning_rates_left_out_are_those_for_fine_tuning_with_weights_only(fol
     assert (optimizer.learning_rate, optimizer.min_learning_rate) == pytest.approx(rates)
 
 
+@pytest.mark.parametrize(("given", "rates"), [({}, (2e-4, 1e-4)), ({"learning_rate": 1e-3}, (1e-3, 1e-4))])
+def test_learning_rate_left_out_is_higher_for_adapters(folder, given, rates):
+    document = job(folder)
+    document["train"] |= {"lora": {}, "optimizer": given}
+    spec = parse_job_spec(with_shape_of_weights(document))
+    assert (spec.train.optimizer.learning_rate, spec.train.optimizer.min_learning_rate) == pytest.approx(rates)
+    assert parse_job_spec(spec.model_dump(mode="json")) == spec
+
+
 def test_mistyped_key_beside_weights_is_suggested():
     with pytest.raises(SpecError, match=r"model.form: unknown key; did you mean model.from\?"):
         parse_job_spec({"model": {"form": "there"}, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
