@@ -482,7 +482,7 @@ class Checkpointer:
             sums = sums | files.sums
             data["frozen"] = str(frozen.beside(path))
             if frozen.folder == catalog.frozen_path(self.folder, save.step, save.generation).name:
-                message += f", and {frozen.manifest.bytes} bytes of frozen weights, which later ones refer to"
+                message += f", and {frozen.manifest.bytes / 1e6:,.1f} MB of frozen weights, which later ones refer to"
         manifest = replace(
             self._manifest(save, sums),
             loss_scale=save.small.get("loss_scale"),
