@@ -5,7 +5,8 @@ Each is a process of its own, as a user would run it: the engine tells its C lib
 program does not. What is left of the difference when they are set to do so too is measured as well. They take turns in
 blocks of steps, in any order, so that the machine's other work meets all of them, and they are started several times:
 where a process's pages happen to lie makes it faster or slower by some percent for as long as it lives. Ratios are the
-engine's median step time over theirs: below 1 the engine is faster. Also the host's time a layer: the parallel path
+engine's median step time over theirs: below 1 the engine is faster; and of a step that trains only adapters
+(`train.lora`) over one that trains all weights. Also the host's time a layer: the parallel path
 with groups of size 2 whose collectives return at once, on tensors so small that arithmetic does not count.
 """
 
@@ -32,7 +33,7 @@ from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.data.batches import MicroBatch
 from manta.workers.engine import Engine
 from manta.workers.model.families import parts_of
@@ -49,6 +50,8 @@ from manta.workers.system.host_memory import keep_freed_memory
 
 LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}
+ADAPTERS = 0.8
+"""Limit of a step that trains adapters only, as a part of one that trains all weights."""
 KEEPING = "_keeping_memory"
 """At the end of a program's name: it is set to keep freed memory, as the engine is."""
 
@@ -114,6 +117,9 @@ def measure(options: argparse.Namespace) -> Report:
             for other in (program, program + KEEPING):
                 ratio = medians["engine"] / medians[other]
                 report.add(f"{name}_engine_to_{other}", round(ratio, 4), "ratio", LIMITS[program])
+        adapters = medians["engine_adapters"] / medians["engine"]
+        limit = ADAPTERS if size.hidden_size > 20 * LoraConfig().rank else None  # else adapters are no small part
+        report.add(f"{name}_adapters_to_all_weights", round(adapters, 4), "ratio", limit)
         # The cost if the parts of every step were measured; they are of every tenth.
         measuring = medians["engine_measured"] / medians["engine"] - 1
         report.add(f"{name}_cost_of_measuring_parts", round(measuring, 4), "ratio", 0.01)
@@ -152,18 +158,20 @@ def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:
     if program == "plain":
         plain = PlainLoop(spec, _initial_weights(spec, comm, seed), fused=True)
         return {program: lambda: plain.step(batch, LEARNING_RATE)}
-    engine = Engine(spec, comm)
+    lora = spec.train.model_copy(update={"lora": LoraConfig()})
+    engine, adapted = Engine(spec, comm), Engine(spec.model_copy(update={"train": lora}), comm)
     engine.initialise(seed)
+    adapted.initialise(seed)
 
-    def step() -> None:
-        engine.step([batch], size.batch, LEARNING_RATE, 0)
+    def step(of: Engine = engine) -> None:
+        of.step([batch], size.batch, LEARNING_RATE, 0)
 
     def measured_step() -> None:
         comm.step.parts.begin()
         step()
         comm.step.parts.end()
 
-    return {"engine": step, "engine_measured": measured_step}
+    return {"engine": step, "engine_measured": measured_step, "engine_adapters": lambda: step(adapted)}
 
 
 def _initial_weights(spec: JobSpec, comm: Comm, seed: int) -> dict[str, torch.Tensor]:

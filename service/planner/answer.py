@@ -15,6 +15,7 @@ from manta.service.planner.search import Answer, Plan
 from manta.service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import step_model
+from manta.workers.accounting.flops import adapters_in_words
 
 ASSUMED = (
     "estimates use default efficiency for this hardware: use them to compare layouts, and run `manta calibrate` there "
@@ -36,10 +37,13 @@ WAITS_ASSUMED = (
 )
 
 
-def _note(cluster: Cluster) -> str | None:
+def _note(request: PlanRequest) -> str | None:
+    cluster = request.cluster
     gpus, nodes = (sum(each) for each in zip(*((part.gpus, part.nodes) for part in cluster.parts), strict=True))
     notes = [(part.type, note) for part in cluster.parts for note in _notes_of(part.machine, gpus > 1, nodes > 1)]
     said = [f"{type}: {note}" if cluster.others else note for type, note in notes]
+    if request.job.train.lora is not None:
+        said.append(adapters_in_words(request.job))
     return "; ".join(said) or None
 
 
@@ -63,7 +67,7 @@ def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `manta.api.schemas.Plans`."""
     return {
-        "note": _note(request.cluster),
+        "note": _note(request),
         "plans": [_plan(plan, request) for plan in answer.plans],
         "rejected": [
             {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected

@@ -32,6 +32,7 @@ FACTORS: Factors = {
     "precision": ("fp32", "bf16", "fp16"),
     "z_loss": (0.0, 1e-4),
     "frozen": ((), ("embedding",), ("embedding", "layers.0-1")),
+    "adapters": (False, True),
     "rolls_back": (False, True),
     # Layers more than virtual stages, all on the last of them; None: shared out evenly.
     "more_on_the_last": (None, 2),
@@ -57,6 +58,7 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
         layers = stages + row["more_on_the_last"]
         layout["stage_layers"] = [1] * (stages - 1) + [1 + row["more_on_the_last"]]
     train = {key: row[key] for key in ("deterministic", "precision", "z_loss")} | {"frozen": list(row["frozen"])}
+    train["lora"] = {"rank": 3} if row["adapters"] else None
     per_step = data * _micro_batches(row)
     numbers = {"steps": 1, "global_batch_size": per_step, "micro_batch_size": 1, "time_parts_every": 1}
     sections: dict[str, dict[str, Any]] = {
