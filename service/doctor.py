@@ -32,7 +32,13 @@ from manta.service.store.health import refuse_none
 from manta.service.store.location import file_of, parse_url, recorded_location, shown, url_in
 from manta.service.words import byte_count
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
-from manta.workers.accounting.state_costs import checkpoint_bytes, copies_bytes, host_state_bytes, snapshot_bytes
+from manta.workers.accounting.state_costs import (
+    checkpoint_bytes,
+    copies_bytes,
+    frozen_bytes,
+    host_state_bytes,
+    snapshot_bytes,
+)
 from manta.workers.config import JobSpec
 from manta.workers.errors import MantaError
 from manta.workers.paths import SHARED_MEMORY, Paths
@@ -225,7 +231,7 @@ def disk(home: Path, job: JobSpec | None, checkpoints_elsewhere: bool) -> Iterat
     text = f"{folder} has {byte_count(free)} free"
     needed = MIN_DISK_BYTES
     if job is not None and job.model.is_counted and not checkpoints_elsewhere:
-        needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job)
+        needed += (job.checkpoint.keep + 1) * checkpoint_bytes(job) + frozen_bytes(job)
         text += f"; {job.checkpoint.keep + 1} checkpoints of {job.name} need {byte_count(needed - MIN_DISK_BYTES)}"
     if free < needed:
         advice = "free some, put the home (MANTA_HOME) elsewhere, or set MANTA_CHECKPOINTS"

@@ -52,7 +52,7 @@ class BesideSteps(Answer):
     snapshot_hours: float
     """Time of all updates that wait for snapshots."""
     checkpoint_bytes: int
-    """Size of a durable checkpoint."""
+    """Size of a durable checkpoint, without what the job does not train, which is written once."""
     checkpoint_hours: float
     """Time of updates that wait for copies at steps without a snapshot; writing checkpoints overlaps with training."""
     storage_bytes_per_second: float | None

@@ -17,7 +17,16 @@ from manta.service.control.removal import (
 from manta.service.states import JobState
 from manta.service.store import checkpoints, events, exports, generations, jobs
 from manta.service.store.errors import CheckpointNotFound, JobNotFound
-from manta.workers.checkpoint.catalog import MANIFEST, checkpoint_path
+from manta.workers.checkpoint.catalog import (
+    MANIFEST,
+    FrozenWeights,
+    Manifest,
+    checkpoint_path,
+    frozen_path,
+    refer,
+    seal,
+)
+from manta.workers.checkpoint.checksums import SummedFiles
 from manta.workers.checkpoint.pruning import remove
 from manta.workers.paths import Paths
 from manta.workers.storage.files import files_of
@@ -97,6 +106,30 @@ def test_checkpoints_of_a_finished_job_are_all_deletable(store, paths, job, stat
     store.write(lambda session: setattr(jobs.get(session, job), "state", state))
     for step in (10, 15):
         assert delete_checkpoint(store, paths, job, id_of(job, step)).state == "deleted"
+
+
+def test_frozen_weights_go_with_the_last_checkpoint_of_a_job_that_is_over(store, paths, job):
+    frozen = frozen_path(paths.checkpoint_folder(job), 5, 1)
+    frozen.mkdir()
+    crc32 = seal(frozen, Manifest(job, 1, 5, {}, {}))
+    for step in (5, 10):
+        refer(
+            folder(paths, job, step),
+            FrozenWeights(frozen.name, Manifest(job, 1, 5, {}, {}), crc32),
+            files := SummedFiles(),
+        )
+        seal(folder(paths, job, step), manifest_with(job, step, files))
+    delete_checkpoint(store, paths, job, id_of(job, 5))
+    store.write(lambda session: jobs.transition(session, job, JobState.FAILED))
+    assert frozen.exists(), "the one of step 10 needs it"
+    delete_checkpoint(store, paths, job, id_of(job, 10), force=True)
+    assert not frozen.exists()
+
+
+def manifest_with(job, step, files):
+    """A manifest of these files."""
+    sizes = {name: sums.size for name, sums in files.sums.items()}
+    return Manifest(job, 1, step, sizes, {}, blocks={name: list(sums.blocks) for name, sums in files.sums.items()})
 
 
 def test_checkpoint_being_saved_or_restored_is_not_deleted_even_by_force(store, paths, job):

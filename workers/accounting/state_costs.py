@@ -32,9 +32,19 @@ def snapshot_bytes(spec: JobSpec) -> int:
 
 
 def checkpoint_bytes(spec: JobSpec) -> int:
-    """Bytes of one durable checkpoint: each element of the state once, however many ranks hold it. Frozen parameters
-    have no moments, and are stored in the precision of compute."""
-    return _state_bytes(spec.model_copy(update={"parallel": ParallelConfig()}))
+    """Bytes of one durable checkpoint: each element of the state once, however many ranks hold it, without
+    `frozen_bytes`."""
+    return bytes_per_parameter(spec) * sum(trained_parameters(_alone(spec)))
+
+
+def frozen_bytes(spec: JobSpec) -> int:
+    """Bytes of the parameters that are not trained, in the precision of compute, which are written once for all
+    checkpoints."""
+    return _state_bytes(_alone(spec)) - checkpoint_bytes(spec)
+
+
+def _alone(spec: JobSpec) -> JobSpec:
+    return spec.model_copy(update={"parallel": ParallelConfig()})
 
 
 def state_bytes_of_ranks(spec: JobSpec) -> list[int]:

@@ -26,6 +26,7 @@ from typing import Any
 
 from manta.workers.checkpoint.checksums import (
     BLOCK_BYTES,
+    FROZEN_PREFIX,
     DamagedCheckpoint,
     FileSums,
     SummedFiles,
@@ -41,7 +42,7 @@ from manta.workers.storage.locations import Location, parse_location
 MANIFEST = "manifest.json"
 FROZEN_WEIGHTS = "frozen.json"
 _FOLDER = re.compile(r"^step-(\d{8,})-generation-(\d+)$")
-_FROZEN_FOLDER = re.compile(r"^frozen-(\d{8,})-generation-(\d+)$")
+_FROZEN_FOLDER = re.compile(rf"^{FROZEN_PREFIX}(\d{{8,}})-generation-(\d+)$")
 _MANIFEST_SUM = b', "crc32": '
 
 
@@ -206,7 +207,7 @@ def checkpoint_path(folder: str | Location, step: int, generation: int) -> Locat
 
 def frozen_path(folder: str | Location, step: int, generation: int) -> Location:
     """Path of the folder of parameters that are not trained, written with the checkpoint of `step` by `generation`."""
-    return parse_location(folder) / f"frozen-{step:08d}-generation-{generation}"
+    return parse_location(folder) / f"{FROZEN_PREFIX}{step:08d}-generation-{generation}"
 
 
 def is_frozen_folder(name: str) -> bool:

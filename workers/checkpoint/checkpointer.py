@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -444,18 +444,21 @@ class Checkpointer:
     def _usable_frozen(self, path: Location) -> FrozenWeights | None:
         """Where the frozen parameters of the checkpoint at `path` are already: all states that descend from the same
         beginning have the same. Raises UnreadableCheckpoint."""
-        frozen = self._frozen
-        if frozen is None:
-            listing = catalog.list_checkpoints(self.folder, self.job)
-            whole = [each for _, each in listing.complete if each.generation >= self.began]
-            frozen = whole[-1].frozen if whole else None
+        with suppress(DamagedCheckpoint):
+            frozen = self._frozen or self._newest_frozen(path)
+            if frozen is not None:
+                catalog.check_frozen(path, frozen)
+                return frozen
+        return None
+
+    def _newest_frozen(self, path: Location) -> FrozenWeights | None:
+        """What the newest complete checkpoint of this training refers to, if that is what this job does not train."""
+        listing = catalog.list_checkpoints(self.folder, self.job)
+        whole = [each for _, each in listing.complete if each.generation >= self.began]
+        frozen = whole[-1].frozen if whole else None
         if frozen is None:
             return None
-        try:
-            catalog.check_frozen(path, frozen)
-            tensors = read_own_contents(frozen.beside(path), frozen.manifest).tensors
-        except DamagedCheckpoint:
-            return None
+        tensors = read_own_contents(frozen.beside(path), frozen.manifest).tensors
         dtype = str(self.engine.flat.parameters.dtype).removeprefix("torch.")
         is_same = tensors.keys() == self._frozen_names and {each.dtype for each in tensors.values()} == {dtype}
         return frozen if is_same else None
@@ -479,7 +482,7 @@ class Checkpointer:
             sums = sums | files.sums
             data["frozen"] = str(frozen.beside(path))
             if frozen.folder == catalog.frozen_path(self.folder, save.step, save.generation).name:
-                message += f", and {frozen.manifest.bytes} bytes of frozen weights, which later ones refer to"
+                message += f", and {frozen.manifest.bytes / 1e6:,.1f} MB of frozen weights, which later ones refer to"
         manifest = replace(
             self._manifest(save, sums),
             loss_scale=save.small.get("loss_scale"),

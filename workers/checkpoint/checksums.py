@@ -26,6 +26,8 @@ except ImportError:
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
+FROZEN_PREFIX = "frozen-"
+"""Beginning of the names of folders of parameters that are not trained, which checkpoints refer to."""
 BLOCK_BYTES = 4 * 1024 * 1024
 """Size of a block, in bytes: the precision of locating damage, and the minimum that is read from a file."""
 BUFFER_BYTES = 1024 * 1024
@@ -78,7 +80,9 @@ class UnreadableCheckpoint(CheckpointError):
 
 def damaged(file: Location, problem: str) -> DamagedCheckpoint:
     """The error for a problem of `file` of a checkpoint."""
-    return DamagedCheckpoint(f"the checkpoint at {file.parent} is damaged: {file.name} {problem}")
+    is_frozen = file.parent.name.startswith(FROZEN_PREFIX)
+    what = f"the frozen weights at {file.parent} are" if is_frozen else f"the checkpoint at {file.parent} is"
+    return DamagedCheckpoint(f"{what} damaged: {file.name} {problem}")
 
 
 def unreadable(file: Location, error: OSError, at: int = 0) -> CheckpointError:

@@ -88,11 +88,6 @@ def _matches(expression: re.Pattern[str], name: str) -> bool:
     return True
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a parameter is a matrix A or B of an adapter (`train.lora`)."""
-    return name.endswith((".lora_a", ".lora_b"))
-
-
 def frozen_names(spec: JobSpec) -> frozenset[str]:
     """The parameters that the job does not train."""
     return _frozen(spec.model, _patterns(spec))

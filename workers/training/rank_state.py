@@ -30,7 +30,6 @@ from manta.workers.snapshot.node_memory import ANY_MEMORY, SnapshotMemory
 from manta.workers.snapshot.note import RowJournal, read_note
 from manta.workers.snapshot.reshard import describe, restore_from_snapshots
 from manta.workers.snapshot.snapshots import NoSnapshots, Snapshots
-from manta.workers.spec.parameters import is_adapter
 from manta.workers.storage.locations import Location
 from manta.workers.training.bad_numbers import BadStep, NumericsHistory, RollBack
 from manta.workers.training.number_guard import NumberGuard
@@ -60,10 +59,6 @@ class StatePaths:
 
 
 NO_PATHS = StatePaths()
-
-
-Fill = Callable[[NamedShard, torch.Tensor], None]
-"""Puts initial values of a rank's part of a parameter into memory of its shape."""
 
 
 class RankState:
@@ -191,21 +186,16 @@ class RankState:
         spec, lora, record = self.spec, self.spec.train.lora, self._paths.corpus_record
         if self.comm.rank == 0 and record is not None:
             check_unchanged(spec, record.parent / WEIGHTS_RECORD)
-        fill_weights: Fill = partial(fill_initial, seed=spec.train.seed)
-        fill_adapters = fill_weights
+        fill: Callable[[NamedShard, torch.Tensor], None] = partial(fill_initial, seed=spec.train.seed)
         # Imported here, since only these jobs need safetensors, which bare GPU images lack.
         if spec.model.from_ is not None:
             from manta.workers.weights.reading import Weights
 
-            fill_weights = Weights(spec, self.comm.progress.moved).fill
+            fill = Weights(spec, self.comm.progress.moved).fill
         if lora is not None and lora.from_ is not None:
-            from manta.workers.weights.reading import initial_adapter
+            from manta.workers.weights.reading import with_adapter
 
-            fill_adapters = initial_adapter(spec, lora)
-
-        def fill(entry: NamedShard, part: torch.Tensor) -> None:
-            (fill_adapters if is_adapter(entry.name) else fill_weights)(entry, part)
-
+            fill = with_adapter(spec, lora, fill)
         self.engine.begin_with(fill)
 
     def _resend_rows(self, rows: list[dict[str, Any]]) -> None:

@@ -39,7 +39,7 @@ from manta.workers.checkpoint.stored_rows import RAW, StoredRows
 from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.errors import CheckpointError, MantaError, WeightsError
 from manta.workers.interruption import cleaning_up_when_terminated
-from manta.workers.spec.parameters import is_adapter
+from manta.workers.spec.layer_table import is_adapter
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.storage.locations import Location, parse_location

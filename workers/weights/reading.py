@@ -65,12 +65,19 @@ class Weights:
             raise _unreadable(here, error) from error
 
 
-def initial_adapter(spec: JobSpec, lora: LoraConfig) -> Callable[[NamedShard, torch.Tensor], None]:
-    """What puts the rank's part of an adapter's matrix, from the folder that the job's adapters begin with, into memory
-    of its shape. Raises WeightsError if they do not fit, as what it returns does."""
+Fill = Callable[[NamedShard, torch.Tensor], None]
+"""Puts initial values of a rank's part of a parameter into memory of its shape."""
+
+
+def with_adapter(spec: JobSpec, lora: LoraConfig, others: Fill) -> Fill:
+    """Initial values of adapters from the folder that they begin with, and of `others`. Raises WeightsError if the
+    adapters do not fit, as what it returns does."""
     adapter = InitialAdapter(spec, lora)
 
     def fill(entry: NamedShard, local: torch.Tensor) -> None:
+        if not is_adapter(entry.name):
+            others(entry, local)
+            return
         (first, end), (left, right) = entry.shard.rows_and_columns(tuple(local.shape))
         local.copy_(torch.from_numpy(adapter.values(entry.name)[first:end, left:right]))
 

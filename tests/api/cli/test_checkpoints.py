@@ -156,6 +156,7 @@ def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(ma
     ("family", "given", "written"), [
         ("llama", [], ("hf", "small-step-20")), ("custom", [], ("safetensors", "small-step-20")),
         ("llama", ["--dtype", "bf16", "--to", "x"], ("hf", "x")),
+        ("llama", ["--adapter"], ("adapter", "small-step-20-adapter")),
         ("llama", ["--format", "dcp"], (None, "small-step-20")),
         ("llama", ["--to", "x"], (None, "x")),
     ],
@@ -170,6 +171,7 @@ def test_export_writes_what_a_person_means_unless_a_folder_is_given(manta, job, 
     monkeypatch.setattr(commands, "_copy", lambda source, target, as_json: made(None, str(target)))
     manta("export", job, *given)
     assert made.mock_calls == [call(*written)]
+    assert "leave out --format" in manta("export", job, "--adapter", "--format", "hf", code=2)
 
 
 def test_copied_checkpoint_with_a_changed_name_gets_its_proper_name(manta, folder, tmp_path):

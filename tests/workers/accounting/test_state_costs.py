@@ -15,6 +15,7 @@ from manta.workers.accounting.state_costs import (
     SLOTS,
     STALL_SHARE,
     checkpoint_bytes,
+    frozen_bytes,
     snapshot_bytes,
     steps_between,
 )
@@ -42,6 +43,8 @@ def test_predicted_snapshot_and_checkpoint_bytes_match_the_written_files(tmp_pat
     assert 0 <= file.path.stat().st_size - snapshot_bytes(job) <= SLOTS * 1024 * 1024
     (saved,) = list_checkpoints(tmp_path / "durable").complete
     assert checkpoint_bytes(job) <= saved[1].bytes <= 2 * checkpoint_bytes(job) + 200_000
+    apart = saved[1].all_bytes - saved[1].bytes
+    assert frozen_bytes(job) <= apart <= 2 * frozen_bytes(job) + 100_000 * bool(frozen)
 
 
 def test_replicas_share_the_state_with_zero_and_have_copies_without():

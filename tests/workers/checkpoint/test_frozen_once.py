@@ -25,7 +25,7 @@ from manta.workers.checkpoint.catalog import (
     newest_usable,
     verify,
 )
-from manta.workers.checkpoint.pruning import prune, remove, remove_unused_frozen
+from manta.workers.checkpoint.pruning import prune, remove, remove_after, remove_unused_frozen
 from manta.workers.checkpoint.transfer import copy
 from manta.workers.protocol.messages import Resume
 from manta.workers.spec.parameters import frozen_names
@@ -163,7 +163,8 @@ def test_damage_of_frozen_parameters_is_named_and_so_is_their_absence(corpus, tm
     content[20_000] ^= 1
     (place / "__0_1.distcp").write_bytes(content)
     usable, (problem,) = newest_usable(tmp_path)
-    assert usable is None and f"{place} is damaged: __0_1.distcp is not what was written" in problem
+    assert usable is None
+    assert f"the frozen weights at {place} are damaged: __0_1.distcp is not what was written" in problem
     shutil.rmtree(place)
     condition, _, problem = inspect(path)
     assert condition is Condition.INCOMPLETE
@@ -224,6 +225,13 @@ def test_copy_holds_frozen_parameters_itself_and_torch_reads_it(corpus, tmp_path
 
 def named(trainer: Trainer) -> set[str]:
     return {entry.name for entry in trainer.engine.model.named_shards()}
+
+
+def test_rolled_back_training_refers_to_what_a_deleted_checkpoint_has_written(corpus, tmp_path):
+    trainer = trained(document(corpus), tmp_path, steps=2)
+    assert len(remove_after(tmp_path, 0, 1)) == 2 and len(names(tmp_path)) == 1
+    save(trainer)
+    assert complete_checkpoints(tmp_path)[-1][1].frozen.folder == frozen_path(tmp_path, 1, 1).name
 
 
 def test_frozen_parameters_that_cannot_be_read_fail_the_save_and_are_not_written_twice(corpus, tmp_path):

@@ -359,7 +359,7 @@ def test_export_names_a_parameter_of_another_shape_before_writing(tmp_path, rows
     stored = {f"model.{name}": StoredTensor(shape, "float32", ()) for name, shape in shapes.items()}
     source = Source(parse_location(tmp_path), Manifest("job", 1, 1, {}, {}), Contents(stored))
     with pytest.raises(CheckpointError, match=rf"should be .*, found .* as {changed}"):
-        write_tensors(source, theirs, "float32", None, 1)  # type: ignore[arg-type]
+        write_tensors(source, theirs, "float32", None, 1, None)  # type: ignore[arg-type]
 
 
 def test_export_uses_as_many_threads_as_memory_allows():

@@ -25,7 +25,7 @@ def change(file: Path) -> None:
     save_file({**tensors, name: tensors[name] * 1.01}, file, {"format": "pt"})
 
 
-def test_start_that_finds_other_weights_is_refused_with_both_digests_until_there_is_a_checkpoint(corpus, tmp_path):
+def test_start_that_finds_other_weights_is_refused_until_there_is_a_checkpoint(corpus, tmp_path):
     base, folder = saved("llama", tmp_path / "base"), tmp_path / "job"
     document = with_shape_of_weights(
         {

@@ -15,6 +15,7 @@ from engine_specs import axes
 from safetensors.torch import load_file, save_file
 from their_models import saved, their_model
 
+from manta.workers import evaluate, generate
 from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -24,6 +25,7 @@ from manta.workers.protocol.messages import Resume
 from manta.workers.spec.problems import SpecError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.spec.submitted import with_shape_of_weights
+from manta.workers.weights.companions import byte_tokenizer
 from manta.workers.weights.export import export
 from manta.workers.weights.folder import ADAPTER
 
@@ -232,6 +234,21 @@ def test_fused_adapter_of_several_blocks_that_overlap_is_refused_when_training_b
     document = job(base, corpus, targets=["q", "k", "v"], **{"from": str(tmp_path / "adapter")})
     with pytest.raises(WeightsError, match="of rank 9 is not one block of rank 3 for each of q, k, v"):
         begun(document, tmp_path / "job")
+
+
+def test_adapter_beside_its_weights_is_evaluated_like_the_job_that_made_it(corpus, tmp_path, capsys):
+    base = saved("llama", tmp_path / "base")
+    made_by_peft("llama", tmp_path / "adapter")
+    (base / "tokenizer.json").write_text(json.dumps(byte_tokenizer(has_end=True)))
+    (tmp_path / "text.txt").write_text("to be or")
+    checkpoint = begun(job(base, corpus, **{"from": str(tmp_path / "adapter")}), tmp_path / "job")
+    losses = []
+    for place in ([base], [base, "--adapter", tmp_path / "adapter"], [checkpoint]):
+        assert evaluate.main([*map(str, place), "--text", str(tmp_path / "text.txt"), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out)["loss"])
+    assert losses[1] == pytest.approx(losses[2], rel=1e-6) and abs(losses[0] - losses[1]) > 0.01
+    assert generate.main([str(checkpoint), "--adapter", str(tmp_path / "adapter"), "--prompt", "a"]) == 2
+    assert "has adapters of its own: leave out --adapter" in capsys.readouterr().err
 
 
 def test_export_of_adapters_of_a_job_without_any_is_refused(corpus, tmp_path):
