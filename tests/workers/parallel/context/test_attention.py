@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from context_programs import S, Case, attend, whole
+from context_programs import Case, S, attend, whole
 
 from manta.workers.config import ParallelConfig
 from manta.workers.data.batches import Documents
