@@ -81,8 +81,9 @@ class RingAttention(torch.autograd.Function):
             following = ring.start_hop(here) if hops + 1 < ring.size else None
             own = torch.zeros_like(here, dtype=log_sums.dtype)
             backward.add(some, *_keys_and_values(here), *_keys_and_values(own))
-            # The sum of the ranks before arrives during this rank's own part.
-            coming = ring.start_hop(own if coming is None else _arrived(*coming).add_(own))
+            # The sum of the ranks before arrives during this rank's own part. What is sent stays until it is taken.
+            sent = own if coming is None else _arrived(*coming).add_(own)
+            coming = ring.start_hop(sent)
             if following is not None:
                 here = _arrived(*following)
         assert coming is not None
