@@ -42,7 +42,7 @@ class Chunk(nn.Module):
         self.shared, self.region, self.index = shared, region, index
         self.is_first, self.is_last = index == 0, index == count - 1
         self.has_full_sequence = count == 1 and region.tensor_size == 1  # so the order of tokens concerns no other rank
-        self.before: Callable[[nn.Module], object] = lambda part: None
+        self.before: list[Callable[[nn.Module], object]] = []
         """Called with each part before it computes: its parameters may not have arrived yet."""
         self.after: Callable[[nn.Module, torch.Tensor], object] = lambda part, y: None
         """Called with each part but the output layer, and with what it has computed."""
@@ -64,13 +64,13 @@ class Chunk(nn.Module):
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
         if self.embedding is not None:
-            self.before(self.embedding)
+            self._begin(self.embedding)
             x = self.embedding(x, run)
             self.after(self.embedding, x)
         self.shared.prepare(x)
         offloading = self._offloading()
         for name, layer in self.layers.items():
-            self.before(layer)
+            self._begin(layer)
             x = _gradient_begins(x, layer)
             part = partial(self._layer, name, layer, run)
             x = part(x) if offloading is None else offloading.run(part, x)
@@ -80,12 +80,16 @@ class Chunk(nn.Module):
         if run.cache is not None:
             x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
-            self.before(self.final_norm)
-            self.before(self.output)
+            self._begin(self.final_norm, self.output)
             x = self.final_norm(x)
             if run.logits:
                 x = self.output(_gradient_begins(x, self.output))
         return x.transpose(0, 1) if run.batch_first else x
+
+    def _begin(self, *parts: nn.Module) -> None:
+        for part in parts:
+            for call in self.before:
+                call(part)
 
     def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
         is_full = run.recompute.full_layer(int(name))
@@ -173,7 +177,7 @@ def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]
     """Have `wait_for` called with each part of the stage's chunks before it computes."""
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
-        chunk.before = wait_for
+        chunk.before.append(wait_for)
 
 
 def call_around_parts(
