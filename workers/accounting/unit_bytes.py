@@ -1,5 +1,5 @@
-"""Memory and communication of ZeRO 2 and 3 by unit (`workers/parallel/data/units.py`): a layer, the embedding, the output
-layer. Pure Python.
+"""Memory and communication of ZeRO 2 and 3 by unit (`workers/parallel/data/units.py`): a layer, the embedding, the
+output layer. Pure Python.
 
 A rank keeps its part of each unit; whole units are in buffers, of which layers use two in turns, and the embedding and
 the output layer a third. Vectors, learned positions, and keys and values that several tensor ranks hold are in no unit.
@@ -46,7 +46,9 @@ def _units(model: ModelConfig, tensor: int, rows: int, frozen: frozenset[str]) -
     table = model.hidden_size * rows
     layers = []
     for layer in range(model.layers):
-        weights = (each for each in layer_table(model, tensor, layer).weights if not each.is_vector and each.copies == 1)
+        weights = (
+            each for each in layer_table(model, tensor, layer).weights if not each.is_vector and each.copies == 1
+        )
         layers.append(size(layer % 2, {f"layers.{layer}.{each.name}.weight": each.elements for each in weights}))
     ends = [size(2, {name: table}) for name in (TOKEN_EMBEDDING, output_weight(model))]
     return (ends[0], *layers) if model.tie_embeddings else (ends[0], *layers, ends[1])

@@ -134,6 +134,8 @@ class ModelStage(nn.Module):
         self.chunks = nn.ModuleList(chunks)
         self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
         """The token embedding's weight on this rank, if the output layer uses it too."""
+        self.compiled = False
+        """Whether layers are compiled, so that their products look for their layer (`compiled_operators.py`)."""
         frozen = frozen_names(spec)
         for entry in self.named_shards():
             entry.parameter.requires_grad_(entry.name not in frozen)
@@ -217,6 +219,7 @@ def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
     """Compile each layer by itself; equal ones share the result. Parameters must not be moved from then on."""
     # Training and evaluation, full and smaller micro-batches, recomputed or not: each is a separate variant.
     torch._dynamo.config.recompile_limit = 32
+    stage.compiled = True
     for _, module in linear_layers(stage):
         compiled_operators.enter(module)
     for chunk in stage.chunks:

@@ -248,7 +248,9 @@ def _zero_fits(spec: JobSpec) -> Iterator[Problem]:
         )
         yield Problem("parallel.zero", rule, "1")
     elif layout.schedule != "1f1b":
-        rule = f"zero: {layout.zero} {does}, whose backward must follow its forward, as with 1f1b, not {layout.schedule}"
+        rule = (
+            f"zero: {layout.zero} {does}, whose backward must follow its forward, as with 1f1b, not {layout.schedule}"
+        )
         yield Problem("parallel.schedule", rule, "1f1b")
     if layout.zero == 3 and layout.gather == "beside_forward":
         yield Problem("parallel.gather", "zero: 3 gathers beside forward anyway", "after_update")

@@ -12,6 +12,7 @@ from reported import events_of, rows_of
 from manta.workers.checkpoint import checkpointer
 from manta.workers.comm.comm import Comm
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.data.flat import overlap
 from manta.workers.parallel.data.units import ElasticUnitReduction
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import stored_steps
@@ -122,10 +123,11 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
         if comm.rank == culprit and trainer.step == at_step - 1:
             trainer.guard.finish()
             trainer.state.snapshots.finish()
-            slots = (*trainer.engine.flat.slots, *trainer.engine.flat.frozen)
-            start = next(slot.start for slot in slots if slot.entry.name == name)
-            bits = trainer.engine.flat.parameters.view(torch.uint8)
-            bits[start * trainer.engine.flat.parameters.element_size()] ^= 1
+            flat = trainer.engine.flat
+            slot = next(slot for slot in (*flat.slots, *flat.frozen) if slot.entry.name == name)
+            kept = (overlap((slot.start, slot.end), stored) for stored in flat.values.ranges)
+            start = next(start for start, end in kept if start < end)
+            flat.values.of(start, start + 2).view(torch.uint8)[0] ^= 1
         return usual(*arguments)
 
     trainer.engine.optimizer.step = step  # type: ignore[method-assign]
