@@ -122,7 +122,7 @@ class Engine:
             """Layers whose weights share their memory with those of others are found by it, from now on this unit's."""
             if fp8 is not None:
                 fp8.replace([module.weight for module in linear[unit]])
-            for module in linear[unit]:
+            for module in linear[unit] if self.model.compiled else ():
                 compiled_operators.enter(module)
 
         weights = GatheredWeights(self.flat, self.comm, arrived) if self.flat.zero == 3 else None

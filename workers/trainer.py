@@ -215,8 +215,8 @@ class Trainer:
             self.reporter.ranks(sample)
 
     def _report_without_effect(self, step: int) -> None:
-        """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed, or `parallel.zero`
-        because there is nobody to share with."""
+        """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed, or that
+        `parallel.zero` has little because there is nobody to share with."""
         reason, layout = self.engine.not_recorded, self.spec.layout
         if reason is not None and not self._recording_reported:
             self._recording_reported = True

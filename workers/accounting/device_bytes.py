@@ -73,9 +73,8 @@ def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
 def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBytes:
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
-    stages, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
     holders, width = spec.layout.holders, width_of(spec)
-    trained, part = stages - frozen, (stages - frozen) // holders
+    part = (parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)) // holders
     kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
     gradients, parameters = _gradient_bytes(spec, stage, micro_batches), _parameter_bytes(spec, stage)
     # Without master weights, the parameters themselves are updated.

@@ -1,5 +1,5 @@
-"""Memory and communication of ZeRO 2 and 3 by unit (`workers/parallel/data/units.py`): a layer, the embedding, the output
-layer. Pure Python.
+"""Memory and communication of ZeRO 2 and 3 by unit (`workers/parallel/data/units.py`): a layer, the embedding, the
+output layer. Pure Python.
 
 A rank keeps its part of each unit; whole units are in buffers, of which layers use two in turns, and the embedding and
 the output layer a third. Vectors, learned positions, and keys and values that several tensor ranks hold are in no unit.

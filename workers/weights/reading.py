@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
-from manta.workers.parallel.tensor.shards import NamedShard
+from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
+from manta.workers.spec.layer_table import is_adapter
 from manta.workers.weights.adapters import InitialAdapter
 from manta.workers.weights.folder import FileTensor, tensors_of
 from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors, uses_of
@@ -33,9 +34,14 @@ class Weights:
         self._at = tensors_of(spec)
         self._moved = moved
         self._parts = uses_of(huggingface_tensors(spec))
+        self._seed = spec.train.seed
 
     def fill(self, entry: NamedShard, local: torch.Tensor) -> None:
-        """Put the part of a parameter that the rank holds into `local`, of its shape. Raises WeightsError."""
+        """Put the part of a parameter that the rank holds into `local`, of its shape; of an adapter, which the folder
+        does not have, the initial values. Raises WeightsError."""
+        if is_adapter(entry.name):
+            fill_initial(entry, local, self._seed)
+            return
         rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
         local[max(0, rows[1] - rows[0]) :].zero_()  # rows of a padded vocabulary
         for tensor, piece in self._parts[entry.name]:

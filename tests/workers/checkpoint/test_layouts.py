@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p4 1f1b": {"pipeline": 4},
     "d2 zero 0": {"data": 2, "zero": 0},
     "d3 small buckets": {"data": 3, **SMALL},
+    "t2 d3 zero 3": {"tensor": 2, "data": 3, "zero": 3},
+    "d2 zero 2": {"data": 2, "zero": 2},
     "p2 interleaved d2 small buckets": {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },
@@ -43,7 +45,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
-GOING_ON = ("1", "t4", "p2 d2, one layer and three", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
+GOING_ON = (
+    "1",
+    "t4",
+    "p2 d2, one layer and three",
+    "t2 d3 zero 3",
+    "d2 zero 2",
+    "p2 interleaved d2 small buckets",
+    "p2 zb-h1 d3 small buckets",
+)
 TIED = {"hidden_size": 16, "bias": False}
 PARTS = ("model", *OptimizerConfig().moments)
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}

@@ -27,7 +27,7 @@ FACTORS: Factors = {
     "backend": ("links", "process_groups"),
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
-    "zero": (1, 0),
+    "zero": (1, 0, 2, 3),
     # How two ranks share each sample, if they do.
     "context_method": (None, "all_gather", "all_to_all", "ring"),
     "deterministic": ("layout", "elastic"),

@@ -24,7 +24,7 @@ FACTORS: Factors = {
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
     "family": ("gpt", "llama", "qwen"),
-    "zero": (1, 0),
+    "zero": (1, 0, 2, 3),
     # How two ranks share each sample, if they do.
     "context_method": (None, "all_gather", "all_to_all", "ring"),
     "sequence_parallel": (True, False),
