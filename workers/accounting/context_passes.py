@@ -54,6 +54,8 @@ class TilePasses:
         self.mask = heads * rows * keys if model.dropout > 0 else 0
         self.hidden = POSITIONS * rows * min(rows, keys) if written_out else 0
         """Which scores on the diagonal are hidden."""
+        self.follows = self.runs > 1 or window is not None
+        """Whether a tile comes before the largest one, whose results are still there."""
         self.is_grouped = attention.heads != attention.key_value_heads
         self.moves_on = self.ring and layout.context > 2
         """Whether keys and values arrive while those of another rank are here."""
@@ -65,10 +67,11 @@ class TilePasses:
         self._bring(tape)
         of_rows, part = 4 * self.log_sums * self.part // self.result, self.part * self.factor
         if self.scores:
-            tape.allocate_briefly(part, self.scores, self.scores // 2 if narrow else self.hidden)
-            tape.allocate_briefly(part, self.scores, self.mask, part, self.keys if narrow else 0)
-        else:  # with the result of the tile before
-            tape.allocate_briefly(2 * self.part, part if narrow else 0, of_rows)
+            earlier = part if self.follows else 0
+            tape.allocate_briefly(earlier, self.scores, self.scores // 2 if narrow else self.hidden)
+            tape.allocate_briefly(earlier, self.scores, self.mask, part, self.keys if narrow else 0)
+        else:
+            tape.allocate_briefly((1 + self.follows) * self.part, part if narrow else 0, of_rows)
         tape.free(tape.now - before - wide - self.log_sums)
         tape.allocate_briefly(self.result if narrow else 0, self.own if self.ring else 0)
         tape.free(wide - self.result)
@@ -97,12 +100,13 @@ class TilePasses:
     @property
     def _tile(self) -> int:
         """Bytes that the gradients of the largest tile take, with those of the tile before."""
+        earlier = self.part + self.own // self.runs if self.follows else 0
         if not self.scores:
-            return 2 * self.part + self.keys + self.own // self.runs
+            return self.part + self.keys + earlier
         part = self.part * self.factor
         copies = (part if self.is_grouped else 0) + (2 * part + self.keys * 2 if self.factor > 1 else 0)
         dropped = self.scores + self.mask if self.mask else 0
-        return 2 * self.scores + dropped + 2 * part + copies + (self.keys + self.own // self.runs) * self.factor
+        return 2 * self.scores + dropped + part + copies + (self.keys + earlier) * self.factor
 
     def _bring(self, tape: Tape) -> None:
         """Keys and values stay: of all ranks in the order of the sequence, or this rank's and those that arrive."""

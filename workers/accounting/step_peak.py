@@ -101,7 +101,8 @@ class StepPeak:
     @property
     def tables(self) -> int:
         """Bytes of tables that all layers share: angles of every position and pair of a head's elements in fp64, with
-        cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows, for fused kernels."""
+        cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows,
+        for fused kernels."""
         model, layout, width = self.spec.model, self.spec.layout, self.sizes.width
         pairs = model.sequence_length * model.head_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0

@@ -92,11 +92,10 @@ def across(seed: int) -> JobSpec:
 
 
 def made_bytes(spec: JobSpec, stage: int) -> int:
-    """The peak of a rank of this stage in a step of the engine: of the context ranks the first or the last takes
-    most."""
-    grid, ends = RankGrid(spec.layout), {0, spec.layout.context - 1}
+    """The peak of a rank of this stage in a step of the engine: the context rank with the sequence's end."""
+    last = spec.layout.context - 1 if spec.layout.context_order == "contiguous" else 0
     with pretended_gpu(), host_memory_apart():
-        return max(FakeRank(spec, grid.rank(Coordinates(0, stage, 0, each))).step()["Total"] for each in ends)
+        return FakeRank(spec, RankGrid(spec.layout).rank(Coordinates(0, stage, 0, last))).step()["Total"]
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 7])  # all families and schedules
@@ -106,7 +105,7 @@ def test_planned_memory_of_drawn_jobs_matches_the_engine(seed):
     assert memory.total == pytest.approx(made_bytes(drawn(seed), memory.rank), rel=0.02)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 150), marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 100), marks=pytest.mark.soak)], ids=str)
 def test_planned_memory_of_jobs_across_context_ranks_matches_the_engine(seeds):
     for seed in seeds:
         memory = worst_rank(across(seed))
