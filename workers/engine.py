@@ -68,7 +68,7 @@ class Engine:
         holder = comm.index(comm.grid.holders)
         self.flat = FlatParameters(
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
-            zero=layout.zero,
+            zero=layout.sharding,
             holder=holder,
         )
         if fp8 is not None:
@@ -104,7 +104,7 @@ class Engine:
         # On a CPU torch's kernels, pass after pass, are no slower, and need no compilation.
         one_pass = spec.train.compile and comm.device.type == "cuda"
         self.optimizer = ZeroOptimizer(
-            self.flat, spec.train.optimizer, comm, self.reduction, sums, layout.zero, one_pass
+            self.flat, spec.train.optimizer, comm, self.reduction, sums, layout.sharding, one_pass
         )
         if layout.gather == "beside_forward" and (arriving := self.optimizer.start_gather_with_forward()) is not None:
             wait_before_parts(self.model, arriving.wait_for)
@@ -122,7 +122,7 @@ class Engine:
             """Layers whose weights share their memory with those of others are found by it, from now on this unit's."""
             if fp8 is not None:
                 fp8.replace([module.weight for module in linear[unit]])
-            for module in linear[unit] if self.spec.train.compile else ():
+            for module in linear[unit] if self.model.compiled else ():
                 compiled_operators.enter(module)
 
         weights = GatheredWeights(self.flat, self.comm, arrived) if self.flat.zero == 3 else None

@@ -57,7 +57,7 @@ class Trainer:
         self.tracing = Tracing(comm, reporter, peak_flops)
         self.ends_early = False
         """Whether all ranks have saved their state after a step before the last one, because that was requested."""
-        self._recording_reported = False
+        self._recording_reported = self._sharding_reported = False
         each = peak_of_stages(peak_flops, spec.layout.stage_accelerators or (), spec.train.precision)
         self._rows = StepRows(spec, self.batches.plan, each * comm.size("world"))
         self._replica_check = ReplicaCheck(self.engine.optimizer, comm)
@@ -137,7 +137,7 @@ class Trainer:
             return statistics
         self.comm.progress.commit(step, self.comm.device_step_seconds)
         self._report_ranks(step, statistics)
-        self._report_not_recorded(step)
+        self._report_without_effect(step)
         more = mean_part_seconds(self.comm, self.state.snapshots.stall_seconds) if self._measures(step) else {}
         validating = 0.0
         if self.validation.due(step):
@@ -214,14 +214,18 @@ class Trainer:
         if sample is not None:
             self.reporter.ranks(sample)
 
-    def _report_not_recorded(self, step: int) -> None:
-        """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed."""
-        reason = self.engine.not_recorded
-        if reason is None or self._recording_reported:
-            return
-        self._recording_reported = True
-        message = f"micro-batches run without CUDA graphs: recording one failed ({reason})"
-        announce(self.comm, self.reporter, "cuda_graph_not_recorded", step, message, {"reason": reason})
+    def _report_without_effect(self, step: int) -> None:
+        """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed, or that
+        `parallel.zero` has little because there is nobody to share with."""
+        reason, layout = self.engine.not_recorded, self.spec.layout
+        if reason is not None and not self._recording_reported:
+            self._recording_reported = True
+            message = f"micro-batches run without CUDA graphs: recording one failed ({reason})"
+            announce(self.comm, self.reporter, "cuda_graph_not_recorded", step, message, {"reason": reason})
+        if layout.sharding < layout.zero and not self._sharding_reported:
+            self._sharding_reported = True
+            message = f"parallel.zero: {layout.zero} shards nothing: no two ranks hold the same parameters"
+            announce(self.comm, self.reporter, "nothing_sharded", step, message, {"zero": layout.zero})
 
     def _named_stragglers(self) -> list[Straggler]:
         return self._stragglers.named if self._stragglers is not None else []

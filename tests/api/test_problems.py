@@ -45,15 +45,15 @@ def test_a_layout_that_does_not_fit_names_the_nearest_that_does(service, documen
 
 
 def test_unsupported_spec_value_is_reported_with_supported_values(service, document):
-    document["parallel"] = {"zero": 3}
+    document["parallel"] = {"context": 2}
     problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
     assert problem["errors"] == [
-        {"path": "parallel.zero", "rule": "3 is not supported yet; supported: 1 or 0", "suggestion": "1"}
+        {"path": "parallel.context", "rule": "2 is not supported yet; supported: 1", "suggestion": "1"}
     ]
 
 
 def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, document):
-    document["parallel"] = {"zero": 3, "tensor": 3}
+    document["parallel"] = {"context": 2, "tensor": 3}
     check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
 
 

@@ -119,7 +119,7 @@ WRONG_VALUES = [
     ("train.steps", 10**400, "must be at most 1000000000", "1000000000"),
     ("train.global_batch_size", 10**30, "must be at most 100000000", "100000000"),
     ("parallel.tensor", 10**9, "must be at most 100000", "100000"),
-    ("parallel.zero", 2, "must be one of 0, 1, not 2", "1"),
+    ("parallel.zero", 4, "must be one of 0, 1, 2, 3, not 4", "3"),
     ("parallel.recompute", {"a": "b"}, "must be one of none, selective, full, not a mapping", None),
     ("data.paths", "corpus.txt", "must be a list", "[corpus.txt]"),
     ("name", "../up", "must be letters, digits", "up"), ("name", 7, "must be a string", "'7'"),

@@ -25,6 +25,7 @@ from manta.workers.accounting.flops import (
 from manta.workers.accounting.layer_passes import weight_bytes
 from manta.workers.accounting.state_costs import owned_elements, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.accounting.unit_bytes import buffer_elements, units_of
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
@@ -72,27 +73,55 @@ def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
 def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBytes:
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
-    stages, frozen = parameters_of_rank(spec, stage), frozen_parameters_of_rank(spec, stage)
     holders, width = spec.layout.holders, width_of(spec)
-    trained, part = stages - frozen, (stages - frozen) // holders
+    part = (parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)) // holders
     kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
-    gradients = WIDE * trained * (1 + waiting_gradient_buffers(spec)) + halves_bytes(spec, stage, micro_batches)
+    gradients, parameters = _gradient_bytes(spec, stage, micro_batches), _parameter_bytes(spec, stage)
     # Without master weights, the parameters themselves are updated.
     masters = 0 if width == WIDE and not offload else kept
     optimizer = 0 if offload and passes.gpu else WIDE * (masters + len(spec.train.optimizer.moments) * kept)
     # Updated parts are copied for the gather, when no activations are left; of offloaded state, slices are copied.
-    copies = width * part if spec.layout.state_shards > 1 else 0
+    copies = width * part if spec.layout.state_shards > 1 and spec.layout.sharding < 3 else 0
     if offload:
         copies = slice_buffer_bytes(spec, kept)
     # On CPUs every holder's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
     incoming = gradients // holders * (holders - 1)
+    if spec.layout.sharding >= 2:  # while backward goes on
+        incoming = WIDE * buffer_elements(units_of(spec), lambda unit: unit.trained) // holders * (holders - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)
-    activations = bytes_of_rank(spec, stage, micro_batches)
-    most = max(passes.of_rank(stage, micro_batches), copies, incoming)
-    parameters = width * stages + weight_bytes(spec, stage)
+    activations, in_passes = bytes_of_rank(spec, stage, micro_batches), passes.of_rank(stage, micro_batches)
+    most = max(in_passes, copies, incoming if spec.layout.sharding < 2 else in_passes + incoming)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
     return DeviceBytes(stage, parameters, gradients, optimizer, activations, workspace)
+
+
+def _parameter_bytes(spec: JobSpec, stage: int) -> int:
+    """Bytes of parameters in the precision of compute and in 8 bits."""
+    elements, in_8_bits = parameters_of_rank(spec, stage), weight_bytes(spec, stage)
+    if spec.layout.sharding == 3:
+        units = units_of(spec)
+        sharded = sum(unit.elements for unit in units)
+        elements -= sharded - sharded // spec.layout.holders
+        elements += buffer_elements(units, lambda unit: unit.elements)
+        # 8-bit weights are there as long as those that they are made of.
+        in_8_bits = in_8_bits * min(2, spec.model.layers) // spec.model.layers
+    return width_of(spec) * elements + in_8_bits
+
+
+def _gradient_bytes(spec: JobSpec, stage: int, micro_batches: int) -> int:
+    """Bytes of gradients, and of sums of them that wait for others."""
+    trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
+    waiting = waiting_gradient_buffers(spec)
+    if spec.layout.sharding < 2:
+        return WIDE * trained * (1 + waiting) + halves_bytes(spec, stage, micro_batches)
+    units, holders = units_of(spec), spec.layout.holders
+    head = sum(unit.trained for unit in units)
+    elements = head // holders * (1 + waiting) + trained - head + buffer_elements(units, lambda unit: unit.trained)
+    if spec.train.deterministic == "elastic":  # the tail's parts wait apart, and one unit's arrive
+        elements += (trained - head) // holders * (1 + waiting)
+        elements += max([(trained - head), *(unit.trained for unit in units)])
+    return WIDE * elements
 
 
 def _recorded_bytes(passes: StepPeak, stage: int) -> int:
@@ -106,7 +135,7 @@ def _recorded_bytes(passes: StepPeak, stage: int) -> int:
 def arriving_bytes(spec: JobSpec, stage: int, gpu: bool) -> int:
     """Most bytes that other replicas' sums of one bucket take on a rank of this stage; on a `gpu` or not."""
     replicas, nodes = spec.layout.data, _nodes_of_others(spec)
-    if not nodes:
+    if not nodes or spec.layout.sharding >= 2:  # whose sums arrive where there is always room
         return 0
     trained, tail = parameters_of_rank(spec, stage), _tail(spec, stage)
     head = min(int(spec.layout.bucket_bytes(gpu)) // WIDE, trained - tail)

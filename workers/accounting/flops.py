@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.data.batch_plan import BatchPlan, leaf_share, replica_micro_batches
-from manta.workers.parallel.data.tree_sum import buffers
+from manta.workers.parallel.data.tree_sum import buffers, waiting_after_rounds
 from manta.workers.parallel.recompute import recomputed
 from manta.workers.schedules.action_lists import training_actions
 from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
@@ -152,6 +152,9 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
     most = 0
     for level in BatchPlan(spec.train).levels:
         leaves = -(-level.size // spec.train.micro_batch_size)
+        if spec.layout.sharding >= 2:  # of a rank's part alone, which needs no other buffer
+            most = max(most, waiting_after_rounds(leaves, spec.layout.data) - 1)
+            continue
         shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
         most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])
     return most

@@ -119,6 +119,11 @@ class ParallelConfig(Section):
         return self.holders if self.zero else 1
 
     @property
+    def sharding(self) -> int:
+        """The ZeRO stage that takes effect: without other ranks that hold the same parameters nothing is sharded."""
+        return self.zero if self.holders > 1 else min(self.zero, 1)
+
+    @property
     def micro_batch_unit(self) -> int:
         """The number of a replica's micro-batches is a multiple of this: interleaving takes one micro-batch per stage
         at a time."""

@@ -43,7 +43,7 @@ class Chunk(nn.Module):
         self.is_first, self.is_last = index == 0, index == count - 1
         # So the order of tokens concerns no other rank.
         self.has_full_sequence = count == 1 and region.tensor_size == 1 and shared.across is None
-        self.before: Callable[[nn.Module], object] = lambda part: None
+        self.before: list[Callable[[nn.Module], object]] = []
         """Called with each part before it computes: its parameters may not have arrived yet."""
         self.after: Callable[[nn.Module, torch.Tensor], object] = lambda part, y: None
         """Called with each part but the output layer, and with what it has computed."""
@@ -65,13 +65,13 @@ class Chunk(nn.Module):
             run = replace(run, batch_first=True)
             x = x.t().contiguous()
         if self.embedding is not None:
-            self.before(self.embedding)
+            self._begin(self.embedding)
             x = self.embedding(x, run)
             self.after(self.embedding, x)
         self.shared.prepare(x, run.positions)
         offloading = self._offloading()
         for name, layer in self.layers.items():
-            self.before(layer)
+            self._begin(layer)
             x = _gradient_begins(x, layer)
             part = partial(self._layer, name, layer, run)
             x = part(x) if offloading is None else offloading.run(part, x)
@@ -81,12 +81,16 @@ class Chunk(nn.Module):
         if run.cache is not None:
             x = x[:, -1:]
         if self.final_norm is not None and self.output is not None:
-            self.before(self.final_norm)
-            self.before(self.output)
+            self._begin(self.final_norm, self.output)
             x = self.final_norm(x)
             if run.logits:
                 x = self.output(_gradient_begins(x, self.output))
         return x.transpose(0, 1) if run.batch_first else x
+
+    def _begin(self, *parts: nn.Module) -> None:
+        for part in parts:
+            for call in self.before:
+                call(part)
 
     def _layer(self, name: str, layer: nn.Module, run: ForwardPass, x: torch.Tensor) -> torch.Tensor:
         is_full = run.recompute.full_layer(int(name))
@@ -131,6 +135,8 @@ class ModelStage(nn.Module):
         self.chunks = nn.ModuleList(chunks)
         self.used_twice = tie_embeddings(chunks) if spec.model.tie_embeddings else None
         """The token embedding's weight on this rank, if the output layer uses it too."""
+        self.compiled = False
+        """Whether layers are compiled, so that their products look for their layer (`compiled_operators.py`)."""
         frozen = frozen_names(spec)
         for entry in self.named_shards():
             entry.parameter.requires_grad_(entry.name not in frozen)
@@ -174,7 +180,7 @@ def wait_before_parts(stage: ModelStage, wait_for: Callable[[nn.Module], object]
     """Have `wait_for` called with each part of the stage's chunks before it computes."""
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
-        chunk.before = wait_for
+        chunk.before.append(wait_for)
 
 
 def call_around_parts(
@@ -214,6 +220,7 @@ def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
     """Compile each layer by itself; equal ones share the result. Parameters must not be moved from then on."""
     # Training and evaluation, full and smaller micro-batches, recomputed or not: each is a separate variant.
     torch._dynamo.config.recompile_limit = 32
+    stage.compiled = True
     for _, module in linear_layers(stage):
         compiled_operators.enter(module)
     for shared in {chunk.shared for chunk in stage.chunks if isinstance(chunk, Chunk)}:

@@ -81,6 +81,8 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
             yield f"parallel.{axis} {size}: ranks would communicate within a micro-batch"
     if SCHEDULES[layout.schedule] is not ONE_FORWARD_ONE_BACKWARD:
         yield f"parallel.schedule {layout.schedule}: a micro-batch's backward must follow its forward, as with 1f1b"
+    if layout.zero >= 2:
+        yield f"parallel.zero {layout.zero}: ranks would communicate within a micro-batch"
     if layout.offload_layers:
         yield "parallel.offload_layers: copies of activations do not begin and end within a micro-batch"
     if train.fp8 != "off":

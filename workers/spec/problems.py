@@ -80,9 +80,6 @@ default suggestion."""
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 """What pydantic calls a bound, and how a number has to lie to it."""
 
-_NOT_BUILT: dict[str, tuple[Any, ...]] = {"parallel.zero": (3,)}
-"""Values that a spec may have and no release supports yet: they are not offered."""
-
 _TYPE_NAMES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -152,7 +149,7 @@ def _problem_of(path: str, item: Any) -> Problem:
         why = "" if kind != "string_type" else _unquoted(value)
         return Problem(path, f"must be {_TYPE_NAMES[kind]}, not {kind_of(value)}{why}", meant)
     if kind == "literal_error":
-        known = tuple(each for each in _literals_at(path) if each not in _NOT_BUILT.get(path, ()))
+        known = _literals_at(path)
         rule = f"must be one of {', '.join(map(str, known))}, not {_shown(value)}"
         return Problem(path, rule, _closest_literal(value, known))
     for name, text in _BOUNDS.items():

@@ -263,6 +263,29 @@ def _schedule_fits_virtual_stages(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel.schedule", rule, flexible)
 
 
+def _zero_fits(spec: JobSpec) -> Iterator[Problem]:
+    """Stages 2 and 3 of ZeRO communicate within each micro-batch."""
+    layout = spec.layout
+    if layout.zero < 2:
+        return
+    does = "reduces gradients for each micro-batch"
+    if layout.zero == 3:
+        does = "gathers every layer's weights again for each micro-batch"
+    if layout.pipeline > 1:
+        rule = (
+            f"zero: {layout.zero} {does}, which a pipeline of {layout.pipeline} stages has {layout.pipeline} of in "
+            "flight; use zero: 1, or pipeline: 1 with tensor or context"
+        )
+        yield Problem("parallel.zero", rule, "1")
+    elif layout.schedule != "1f1b":
+        rule = (
+            f"zero: {layout.zero} {does}, whose backward must follow its forward, as with 1f1b, not {layout.schedule}"
+        )
+        yield Problem("parallel.schedule", rule, "1f1b")
+    if layout.zero == 3 and layout.gather == "beside_forward":
+        yield Problem("parallel.gather", "zero: 3 gathers beside forward anyway", "after_update")
+
+
 def _pipeline_has_layers(spec: JobSpec) -> Iterator[Problem]:
     layout, layers = spec.layout, spec.model.layers
     turns_back = SCHEDULES[layout.schedule].turns_back
@@ -424,6 +447,7 @@ FITTING: tuple[Rule, ...] = (
     _chunks_have_16_bits,
     _key_value_heads_fit,
     _schedule_fits_virtual_stages,
+    _zero_fits,
     _pipeline_has_layers,
     _stages_have_all_layers,
     _every_stage_has_accelerators,

@@ -142,7 +142,7 @@ def test_plan_request_with_an_invalid_cluster_names_path_and_reason(cluster, pat
         ({"train": 3}, "train", "must be a mapping"),
         ({"parallel": "best"}, "parallel", "must be a mapping"),
         ({"parallel": {"tensor": 3}}, "parallel.tensor", "must divide model.heads"),
-        ({"parallel": {"zero": 3}}, "parallel.zero", "not supported yet"),
+        ({"parallel": {"zero": 3, "pipeline": 2}}, "parallel.zero", "which a pipeline of 2 stages has"),
         ({"parallel": {"pipeline": 300}, "model": DEEP}, "parallel.pipeline", "up to 256"),
         ({"train": {"global_batch_size": 200_001}, "parallel": {}}, "train.global_batch_size", "micro-batches"),
         (

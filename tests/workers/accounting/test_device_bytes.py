@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen": {"family": "qwen", "kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 6144},
 }
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
+SHARDED = {"tensor": 2, "pipeline": 1, "data": 2}
 ALONE = {"parallel": {"tensor": 1, "pipeline": 1, "data": 1}}
 ALL_MODULES = ("norm", "mlp_activation", "core_attention")
 
@@ -67,6 +68,19 @@ JOBS = {
     "offload, frozen": job(
         "gpt", 12, {"offload_layers": 9, "recompute": "full", "schedule": "gpipe"}, frozen=["embedding"]
     ),
+    "zero 2": job(parallel=SHARDED | {"zero": 2}, micro_batches=2),
+    "zero 3": job("gpt", parallel=SHARDED | {"zero": 3}, micro_batches=2),
+    "zero 3, four": job(parallel=SHARDED | {"zero": 3, "data": 4, "tensor": 1}, micro_batches=2),
+    "zero 2, four": job(parallel=SHARDED | {"zero": 2, "data": 4, "tensor": 1}, micro_batches=1),
+    "zero 3, full": job(parallel=SHARDED | {"zero": 3, "data": 4, "recompute": "full"}, micro_batches=2),
+    "zero 2, full": job(parallel=SHARDED | {"zero": 2, "recompute": "full"}, micro_batches=2),
+    "zero 3, frozen": job(parallel=SHARDED | {"zero": 3}, frozen=["embedding", "layers.*.mlp", "layers.0-3"]),
+    "zero 3, elastic": job(parallel=SHARDED | {"zero": 3}, deterministic="elastic", micro_batches=4),
+    "zero 3, 8 bits": job(parallel=SHARDED | {"zero": 3}, fp8="rowwise", micro_batches=2),
+    "zero 1, 8 bits": job(parallel=SHARDED | {"zero": 1}, fp8="rowwise", micro_batches=2),
+    "zero 3, fp32": job("gpt", parallel=SHARDED | {"zero": 3}, precision="fp32", micro_batches=2),
+    "zero 3, state on the host": job(parallel=SHARDED | {"zero": 3}, optimizer={"offload": True}, micro_batches=2),
+    "zero 3, offload": job(parallel=SHARDED | {"zero": 3, "offload_layers": 3}, micro_batches=2),
     "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
 }
 

@@ -26,6 +26,7 @@ READERS: dict[str, dict[str, Any]] = {
     "d3": {"data": 3, "bucket_megabytes": 0.004},
     "t4 p2": {"tensor": 4, "pipeline": 2},
     "d2 zero 0": {"data": 2, "zero": 0},
+    "d3 zero 3": {"data": 3, "zero": 3},
 }
 
 

@@ -30,6 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p4 1f1b": {"pipeline": 4},
     "d2 zero 0": {"data": 2, "zero": 0},
     "d3 small buckets": {"data": 3, **SMALL},
+    "t2 d3 zero 3": {"tensor": 2, "data": 3, "zero": 3},
+    "d2 zero 2": {"data": 2, "zero": 2},
     "p2 interleaved d2 small buckets": {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },
@@ -41,7 +43,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
-GOING_ON = ("1", "t4", "p2 d2, one layer and three", "p2 interleaved d2 small buckets", "p2 zb-h1 d3 small buckets")
+GOING_ON = (
+    "1",
+    "t4",
+    "p2 d2, one layer and three",
+    "t2 d3 zero 3",
+    "d2 zero 2",
+    "p2 interleaved d2 small buckets",
+    "p2 zb-h1 d3 small buckets",
+)
 TIED = {"hidden_size": 16, "bias": False}
 PARTS = ("model", *OptimizerConfig().moments)
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
@@ -139,7 +149,7 @@ def test_checkpoint_of_any_layout_is_read_bit_for_bit_by_any_other(first, resave
     the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
     that it would need, by itself, as it does in a restore."""
     names = list(LAYOUTS)
-    assert len(names) == 13
+    assert len(names) == 15
     for place, name in enumerate(names):
         readers = set(readers_of(job(corpus, LAYOUTS[name], model=TIED)))
         for writer in (names[place - distance] for distance in distances):

@@ -118,6 +118,13 @@ def test_fake_process_groups_take_the_planned_memory_at_real_sizes(name, role):
     assert planned == pytest.approx(step_of(job, rank), rel=0.03)
 
 
+@pytest.mark.parametrize("deterministic", ["layout", "elastic"])
+def test_weights_that_come_and_go_make_the_host_wait_nowhere_else(deterministic):
+    layout = {"tensor": 2, "data": 4, "zero": 3, "recompute": "full"}
+    numbers = {"global_batch_size": 11, "micro_batch_size": 1, "precision": "fp16", "deterministic": deterministic}
+    step_of(spec(model={"layers": 4}, train=numbers, parallel=layout), 2)
+
+
 class PassedAtOnce:
     """An event of a device that is never behind its host."""
 

@@ -89,6 +89,20 @@ def test_layers_with_8_bit_products_are_one_graph_too(ranks):
         assert (graphs, breaks) == (1, 0)
 
 
+def test_compiled_layers_whose_weights_share_memory_are_one_graph(ranks):
+    """Their products find the layer whose weights are there."""
+    job = document(
+        model={"family": "llama", "layers": 5, "kv_heads": 2},
+        train={"micro_batch_size": 4},
+        parallel={**axes((1, 1, 2)), "zero": 3, "recompute": "full"},
+    )
+    whole = job | {"parallel": job["parallel"] | {"zero": 1}}
+    expected = ranks.run(layout_of(data=2), plain, whole, 3)
+    for rank, (numbers, graphs, breaks) in enumerate(ranks.run(layout_of(data=2), compiled, job, 3)):
+        assert numbers == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
+        assert (graphs, breaks) == (1, 0)
+
+
 @pytest.mark.parametrize("wanted", [False, True])
 def test_a_job_that_asks_for_it_has_each_layer_compiled_by_the_default_compiler(monkeypatch, wanted):
     given = []

@@ -24,15 +24,22 @@ LAYOUTS: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
         (1, 1, 2),
         {"gather": "beside_forward", "recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]},
     ),
+    ((2, 1, 2), {"zero": 3, "recompute": "full"}),
     ((2, 2, 2), {}),
 )
 
 
-def job(fp8: str, layout: tuple[int, int, int] = (1, 1, 1), train: dict[str, Any] | None = None, **parallel: Any):
+def job(
+    fp8: str,
+    layout: tuple[int, int, int] = (1, 1, 1),
+    train: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    **parallel: Any,
+):
     """A small job that learns something in 60 steps."""
     numbers = {"steps": STEPS, "precision": "bf16", "fp8": fp8, "micro_batch_size": 2}
     return document(
-        model={"layers": 2, "hidden_size": 64, "heads": 4, "sequence_length": 16},
+        model={"layers": 2, "hidden_size": 64, "heads": 4, "sequence_length": 16} | (model or {}),
         train=numbers | {"optimizer": {"learning_rate": 3e-3, "warmup_steps": 5}} | (train or {}),
         parallel={**axes(layout), **parallel},
     )
@@ -89,6 +96,10 @@ def test_layouts_follow_one_curve(ranks, curves, kind, layouts):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fp8_elastic_training_has_the_same_bits_with_any_number_of_replicas(ranks, kind):
-    elastic = {"deterministic": "elastic"}
-    one, two = (run(ranks, [job(kind, (1, 1, data), elastic)], 5)[0][0].losses for data in (1, 2))
-    assert one == two
+    """With ZeRO 3 layers use the same memory in turns, and so do their weights in 8 bits."""
+    elastic, model = {"deterministic": "elastic"}, {"layers": 5}
+    layouts = ((1, 1), (2, 1), (2, 3))
+    one, two, sharded = (
+        run(ranks, [job(kind, (1, 1, data), elastic, model, zero=zero)], 5)[0][0].losses for data, zero in layouts
+    )
+    assert one == two == sharded

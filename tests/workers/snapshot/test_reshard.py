@@ -35,6 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "d3 small buckets": {"data": 3, **SMALL},
     "d2 zero 0": {"data": 2, "zero": 0},
     "t4": {"tensor": 4},
+    "d3 zero 3": {"data": 3, "zero": 3},
     "p2 interleaved d2 small buckets": {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },

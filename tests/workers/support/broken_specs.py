@@ -37,6 +37,14 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
      "ffn_hidden_size (71) must be a multiple of parallel.tensor (2)", "70"),
     ("sequence", {"model": {"sequence_length": 9}, "parallel": {"tensor": 2}}, "model.sequence_length",
      "must be a multiple of parallel.tensor (2) with sequence parallelism", "8"),
+    ("weights of a pipeline in parts", {"parallel": {"zero": 3, "pipeline": 2}}, "parallel.zero",
+     "gathers every layer's weights again for each micro-batch, which a pipeline of 2 stages has 2 of", "1"),
+    ("gradients of a pipeline in parts", {"parallel": {"zero": 2, "pipeline": 2}}, "parallel.zero",
+     "reduces gradients for each micro-batch", "1"),
+    ("weights in parts for several micro-batches", {"parallel": {"zero": 3, "data": 2, "schedule": "gpipe"}},
+     "parallel.schedule", "as with 1f1b, not gpipe", "1f1b"),
+    ("two gathers beside forward", {"parallel": {"zero": 3, "data": 2, "gather": "beside_forward"}}, "parallel.gather",
+     "zero: 3 gathers beside forward anyway", "after_update"),
     ("key-value heads", {"model": {"kv_heads": 3}}, "model.kv_heads", "kv_heads (3) must divide heads (4)", "2"),
     ("key-value heads of a tensor group",
      {"model": {"heads": 12, "hidden_size": 48, "kv_heads": 3}, "parallel": {"tensor": 2}}, "model.kv_heads",
@@ -116,7 +124,8 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
       "not supported with parallel.tensor 2"), ("stages", {"parallel": {"pipeline": 2}},
       "not supported with parallel.pipeline 2"), ("gpipe", {"parallel": {"schedule": "gpipe"}},
       "not supported with parallel.schedule gpipe"), ("offloading", {"parallel": {"offload_layers": 1}},
-      "not supported with parallel.offload_layers"), ("documents", {"data": {"documents": "apart", "end_of_document":
+      "not supported with parallel.offload_layers"), ("shards", {"parallel": {"zero": 2, "data": 2}},
+      "not supported with parallel.zero 2"), ("documents", {"data": {"documents": "apart", "end_of_document":
       "<|endoftext|>"}}, "not supported with data.documents apart"), ("models of others", {"model": {"family":
       "custom", "entrypoint": "a.b:c"}}, "not supported with custom models"), ("two micro-batches", {"parallel":
       {"data": 4}},
@@ -321,7 +330,6 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 """Name, sections, path of the field that is named, part of what is said, advice."""
 
 NOT_BUILT: list[tuple[str, str, Any]] = [
-    ("parallel", "zero", 3),
 ]
 """Section, key and value of what is to come."""
 

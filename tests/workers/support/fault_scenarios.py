@@ -27,7 +27,7 @@ FACTORS: Factors = {
     "backend": ("links", "process_groups"),
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
-    "zero": (1, 0),
+    "zero": (1, 0, 2, 3),
     "deterministic": ("layout", "elastic"),
     "precision": ("fp32", "bf16", "fp16"),
     # How the second generation differs: not at all, or it has other replicas, or fewer ranks in each of them.
@@ -53,7 +53,7 @@ FACTORS: Factors = {
     "heard": (True, False),
 }
 
-FEW = ("55", "2129", "3043", "4617", "3849", "168", "15", "31")
+FEW = ("4687", "1843", "1744", "2784", "1452", "3506")
 """Seeds of drawn scenarios of few ranks that together have every value of every factor."""
 
 Kind = Literal["cut", "kill", "rest", "pause"]

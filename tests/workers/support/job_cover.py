@@ -24,7 +24,7 @@ FACTORS: Factors = {
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
     "family": ("gpt", "llama", "qwen"),
-    "zero": (1, 0),
+    "zero": (1, 0, 2, 3),
     "sequence_parallel": (True, False),
     "recompute": ("none", "selective", "full"),
     "deterministic": ("layout", "elastic"),

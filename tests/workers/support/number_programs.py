@@ -12,6 +12,8 @@ from reported import events_of, rows_of
 from manta.workers.checkpoint import checkpointer
 from manta.workers.comm.comm import Comm
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.data.flat import overlap
+from manta.workers.parallel.data.units import ElasticUnitReduction
 from manta.workers.protocol.messages import Resume
 from manta.workers.snapshot.files import stored_steps
 from manta.workers.spec.reading import parse_job_spec
@@ -83,6 +85,7 @@ def harm(trainer: Trainer, bad: dict[int, float], once: bool = False) -> None:
     """Have the last rank add to its gradient the number of `bad` where a step uses such a sample; `once`: at the first
     time only."""
     batches, optimizer, flat = trainer.batches, trainer.engine.optimizer, trainer.engine.flat
+    spec = trainer.spec
     usual_batch, usual_step = trainer.prefetch.training, optimizer.step
     now: list[float] = []
 
@@ -94,8 +97,14 @@ def harm(trainer: Trainer, bad: dict[int, float], once: bool = False) -> None:
         return usual_batch(step)
 
     def step(*arguments: Any) -> StepStatistics:
-        if now and trainer.comm.rank == trainer.comm.size("world") - 1:
-            flat.gradients[flat.slots[-1].start] += now[0]  # of the tail, which is reduced last
+        # Of the tail, which is reduced last.
+        reduction, place = optimizer.reduction, flat.slots[-1].start
+        (start, end), in_last_group = optimizer.owned[-1], trainer.comm.index("tensor") == spec.layout.tensor - 1
+        if now and isinstance(reduction, ElasticUnitReduction):  # which has reduced it
+            if start <= place < end and in_last_group:
+                reduction._tail_sums[0].total()[0][place - start] += now[0]
+        elif now and trainer.comm.rank == trainer.comm.size("world") - 1:
+            flat.sums.of(place, place + 1).add_(now[0])
         return usual_step(*arguments)
 
     trainer.prefetch.training, optimizer.step = training, step  # type: ignore[method-assign]
@@ -114,10 +123,11 @@ def flip(comm: Comm, document: dict[str, Any], culprit: int, name: str, at_step:
         if comm.rank == culprit and trainer.step == at_step - 1:
             trainer.guard.finish()
             trainer.state.snapshots.finish()
-            slots = (*trainer.engine.flat.slots, *trainer.engine.flat.frozen)
-            start = next(slot.start for slot in slots if slot.entry.name == name)
-            bits = trainer.engine.flat.parameters.view(torch.uint8)
-            bits[start * trainer.engine.flat.parameters.element_size()] ^= 1
+            flat = trainer.engine.flat
+            slot = next(slot for slot in (*flat.slots, *flat.frozen) if slot.entry.name == name)
+            kept = (overlap((slot.start, slot.end), stored) for stored in flat.values.ranges)
+            start = next(start for start, end in kept if start < end)
+            flat.values.of(start, start + 2).view(torch.uint8)[0] ^= 1
         return usual(*arguments)
 
     trainer.engine.optimizer.step = step  # type: ignore[method-assign]

@@ -90,23 +90,24 @@ class UnitBuffers:
 
     def __init__(self, units: Iterable[Unit], with_frozen: bool, dtype: torch.dtype, device: torch.device):
         """`with_frozen`: whether a unit's frozen parameters are there too."""
-        self._places: dict[int, tuple[int, int]] = {}
-        """Buffer, and the first element in it, by the first element of a bucket."""
+        buckets = {unit: (*unit.trained, *(unit.frozen if with_frozen else ())) for unit in units}
         lengths = [0] * self.COUNT
-        for unit in units:
-            place = 0
-            for start, end in (*unit.trained, *(unit.frozen if with_frozen else ())):
-                self._places[start] = unit.buffer, place
-                place += end - start
-            lengths[unit.buffer] = max(lengths[unit.buffer], place)
+        for unit, each in buckets.items():
+            lengths[unit.buffer] = max(lengths[unit.buffer], sum(end - start for start, end in each))
+        begins = [0, *accumulate(lengths)]
+        self._places: dict[int, int] = {}
+        """First element in the memory, by the first element of a bucket."""
+        for unit, each in buckets.items():
+            ends = accumulate((end - start for start, end in each), initial=begins[unit.buffer])
+            self._places |= zip((start for start, _ in each), ends, strict=False)
         self._starts = sorted(self._places)
-        self.memory = [torch.zeros(length, dtype=dtype, device=device) for length in lengths]
+        self.memory = torch.zeros(begins[-1], dtype=dtype, device=device)
 
     def of(self, start: int, end: int) -> torch.Tensor:
         """Elements [start, end) of the flat buffer while their unit is there, a view; they lie within one bucket."""
         bucket = self._starts[bisect_right(self._starts, start) - 1]
-        buffer, place = self._places[bucket]
-        return self.memory[buffer][place + start - bucket : place + end - bucket]
+        place = self._places[bucket] - bucket
+        return self.memory[place + start : place + end]
 
 
 class FlatParameters:
@@ -129,11 +130,10 @@ class FlatParameters:
         holder: int = 0,
     ):
         """`holders`: number of ranks that hold the same parameters, of which this one is number `holder`;
-        `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage, from which it follows
-        what this rank stores."""
+        `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage (at
+        most 1 for a single holder), from which it follows what this rank stores."""
         self.holders, self.holder = holders, holder
-        self.zero = zero if holders > 1 else min(zero, 1)
-        """The ZeRO stage; a rank without peers shards nothing."""
+        self.zero = zero
         trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order

@@ -75,6 +75,19 @@ def cover(leaves: int, first: int, stop: int) -> tuple[Node, ...]:
 
 
 @cache
+def waiting_after_rounds(leaves: int, at_once: int) -> int:
+    """Most nodes that wait at once if the leaves are pushed in rounds of `at_once`, looked at after each round: at most
+    1 + log2(leaves)."""
+    tree: TreeSum[None] = TreeSum(leaves)
+    most = 0
+    for leaf in range(leaves):
+        tree.push(Node(0, leaf), None, lambda left, right: None)
+        if (leaf + 1) % at_once == 0 or leaf + 1 == leaves:
+            most = max(most, len(tree.nodes))
+    return most
+
+
+@cache
 def buffers(leaves: int, first: int, stop: int) -> int:
     """Most nodes that wait at once while leaves `first` to `stop` - 1 are pushed one by one, not counting the last
     leaf's: the number of buffers needed to add them, in addition to the one in which leaves are computed. At most 2

@@ -22,7 +22,6 @@ from torch import nn
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
-from manta.workers.data.batch_plan import most_micro_batches
 from manta.workers.parallel.data.elastic_sums import shared_leaves
 from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, Unit, UnitBuffers
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
@@ -123,13 +122,10 @@ class UnitReduction(GradientReduction):
         """By buffer: gradients whose reduction has begun."""
         self._summed: set[str] = set()
         """Units of which the sums hold a micro-batch of this step."""
-        self.rounds = 0
-        """Micro-batches of the step on the rank that has the most, which is how often all of them communicate."""
 
     def begin(self, micro_batches: int, sequences: int) -> None:
         """A step of `micro_batches` micro-batches of this replica begins, whether or not the one before was completed.
         `sequences`: in the global batch."""
-        self.rounds = most_micro_batches(sequences, self.spec)
         self._forget_tail()
         if self._added_to:
             torch._foreach_zero_(self._added_to)
@@ -356,8 +352,10 @@ class ElasticUnitReduction(UnitReduction):
         for first, *others in self._sums.values():
             for other in others:
                 torch._foreach_add_(first.total(), other.total())
-        total, *others = (sums.total()[0] for sums in self._tail_sums)
-        self.reduced[-1].copy_(sum(others, total))
+        tails = [each.total()[0] for each in self._tail_sums]
+        self.reduced[-1].copy_(tails[0])
+        for other in tails[1:]:
+            self.reduced[-1].add_(other)
         self.comm.all_gather(self.comm.grid.holders, self.reduced[-1], self._tail)
         self.shared.sum()
         return self.reduced

@@ -157,6 +157,24 @@ def test_the_number_of_replicas_changes_no_bit(ranks, corpus, name, sizes):
         assert same(train(ranks, job(corpus, case, replicas, zero), *until), alone), (replicas, zero)
 
 
+ONE_STAGE = [name for name, ((_, stages), parallel, _) in CASES.items() if stages == 1 and "schedule" not in parallel]
+SHARDED = ((2, 3), (3, 2), (3, 3), (4, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *(pytest.param(name, (SHARDED[at % 4],), id=name) for at, name in enumerate(ONE_STAGE)),
+        *(pytest.param(name, SHARDED, id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_STAGE),
+    ],
+)
+def test_gradients_and_weights_in_parts_change_no_elastic_bit(ranks, corpus, name, sizes):
+    """Not of steps with several rounds of micro-batches, nor of one in which some replicas have none."""
+    alone = train(ranks, job(corpus, CASES[name], 1))
+    for replicas, zero in sizes:
+        assert same(train(ranks, job(corpus, CASES[name], replicas, zero)), alone), (replicas, zero)
+
+
 def test_layout_sums_change_bits_with_the_number_of_replicas(ranks, corpus):
     runs = [train(ranks, job(corpus, CASES["alone"], replicas, deterministic="layout")) for replicas in (1, 2, 3)]
     assert not same(runs[0], runs[1])
@@ -179,7 +197,7 @@ def test_replicas_that_come_and_go_change_no_bit(ranks, corpus, tmp_path, name):
     most = 4 if tensor * pipeline < 4 else 2
     clean, numbers, resume = train(ranks, job(corpus, case, 1)), [], START
     for step, replicas in enumerate((most, most - 1, most), start=1):
-        document = job(corpus, case, replicas, zero=step % 2)
+        document = job(corpus, case, replicas, zero=step % 2 if pipeline > 1 else 3 - step % 3)
         document["checkpoint"] = {"every_steps": 1}
         curve, state = train(ranks, document, str(tmp_path), None, resume, step)
         numbers += curve[:1]

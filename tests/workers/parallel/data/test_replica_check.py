@@ -138,6 +138,15 @@ def test_replica_check_names_the_rank_with_a_flipped_bit(
         assert (step, settled) == (STEP - 1, STEP - 1), "the step was given up before it changed anything"
 
 
+def test_replica_check_of_sharded_weights_names_the_rank_whose_part_has_changed(ranks, corpus):
+    """Nobody else holds it; the master weights tell."""
+    spec = job(corpus, (1, 1, 3), precision="bf16", global_batch_size=12)
+    spec["parallel"]["zero"] = 3
+    by_rank = ranks.run(ParallelConfig(data=3), flip, spec, 1, "layers.1.mlp.up.weight", STEP, None)
+    (event,) = by_rank[0][1]
+    assert (event["type"], event["ranks"], event["certain"]) == ("replica_differs", [1], True)
+
+
 FROZEN_FLIPS = [
     ((1, 1, 2), "fp32", True, 0, [0], True),
     ((1, 1, 2), "bf16", True, 1, [1], True),
