@@ -39,6 +39,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "p2 zb-h1 d3 small buckets": {"pipeline": 2, "schedule": "zb-h1", "data": 3, **SMALL},
     "t2 p2 d2 zero 0 small buckets": {"tensor": 2, "pipeline": 2, "data": 2, "zero": 0, **SMALL},
     "t4 p2 zb-h1": {"tensor": 4, "pipeline": 2, "schedule": "zb-h1"},
+    "c2 d2 small buckets": {"context": 2, "context_method": "ring", "data": 2, **SMALL},
+    "c4 zero 0": {"context": 4, "zero": 0},
     "p2 d2, one layer and three": {"pipeline": 2, "data": 2, "stage_layers": [1, 3]},
 }  # fmt: skip
 WRITER = "t2 p2 zb-v d2"
@@ -142,10 +144,10 @@ def test_state_loaded_and_saved_by_every_layout_is_bit_equal(first, resaved, lay
 
 
 @pytest.mark.parametrize(
-    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(13), id="all", marks=pytest.mark.soak)]
+    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(15), id="all", marks=pytest.mark.soak)]
 )
 def test_checkpoint_of_any_layout_is_read_bit_for_bit_by_any_other(first, resaved, corpus, distances):
-    """Each layout reads what those so far behind it in the list wrote; `all` are 169 pairs. The writers are those of
+    """Each layout reads what those so far behind it in the list wrote; `all` are 225 pairs. The writers are those of
     the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
     that it would need, by itself, as it does in a restore."""
     names = list(LAYOUTS)

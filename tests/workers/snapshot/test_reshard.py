@@ -40,6 +40,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },
     "t2 p2 zb-v d2": {"tensor": 2, "pipeline": 2, "schedule": "zb-v", "virtual_stages": 2, "data": 2},
+    "c2 d2 small buckets": {"context": 2, "context_method": "ring", "data": 2, **SMALL},
+    "c4 zero 0": {"context": 4, "zero": 0},
     "p2, three layers and one": {"pipeline": 2, "stage_layers": [3, 1]},
 }  # fmt: skip
 STEPS = 2

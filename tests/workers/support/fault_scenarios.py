@@ -28,6 +28,8 @@ FACTORS: Factors = {
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
     "zero": (1, 0, 2, 3),
+    # How two ranks share each sample, if they do.
+    "context_method": (None, "all_gather", "all_to_all", "ring"),
     "deterministic": ("layout", "elastic"),
     "precision": ("fp32", "bf16", "fp16"),
     # How the second generation differs: not at all, or it has other replicas, or fewer ranks in each of them.
@@ -111,7 +113,7 @@ class Scenario:
 
 def world_size(parallel: dict[str, Any]) -> int:
     """Ranks of a layout."""
-    return int(parallel["tensor"] * parallel["pipeline"] * parallel["data"])
+    return int(parallel["tensor"] * parallel["pipeline"] * parallel["data"] * parallel["context"])
 
 
 def scenario_of(row: Row, seed: str, corpus: str) -> Scenario:
@@ -171,9 +173,14 @@ def drawn_scenario(seed: str, corpus: str) -> tuple[Row, Scenario] | None:
 def _parallel(row: Row, layout: Layout) -> dict[str, Any]:
     tensor, pipeline, _ = layout
     schedule = row["schedule"] if pipeline > 1 else "1f1b"
-    keys = {key: row[key] for key in ("zero", "recompute", "gather")}
+    keys = {key: row[key] for key in ("zero", "recompute", "gather", "context_method")}
+    keys["context"] = _contexts(row)
     keys |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
     return {**axes(layout), **keys, "sequence_parallel": tensor > 1, "bucket_megabytes": 0.01}
+
+
+def _contexts(row: Row) -> int:
+    return 1 if row["context_method"] is None else 2
 
 
 def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
@@ -189,7 +196,7 @@ def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
         case _:
             smaller = itertools.product({1, tensor}, {1, pipeline}, {1, data, data + 1})
             choices = sorted(each for each in smaller if each[:2] != (tensor, pipeline))
-    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] <= MAX_RANKS]
+    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] * _contexts(row) <= MAX_RANKS]
     if not fitting:
         raise NotWanted("no such layout has more than one rank and not too many")
     return _parallel(row, draw.choice(fitting))

@@ -25,6 +25,8 @@ FACTORS: Factors = {
     "layout": LAYOUTS,
     "family": ("gpt", "llama", "qwen"),
     "zero": (1, 0, 2, 3),
+    # How two ranks share each sample, if they do.
+    "context_method": (None, "all_gather", "all_to_all", "ring"),
     "sequence_parallel": (True, False),
     "recompute": ("none", "selective", "full"),
     "deterministic": ("layout", "elastic"),
@@ -51,7 +53,10 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
     if pipeline == 1 and row["schedule"] != "1f1b":
         raise NotWanted("without a pipeline all schedules are one")
     layout = {"tensor": tensor, "pipeline": pipeline, "data": data, "virtual_stages": SCHEDULES[row["schedule"]]}
-    layout |= {key: row[key] for key in ("schedule", "sequence_parallel", "recompute", "zero")}
+    layout |= {key: row[key] for key in ("schedule", "sequence_parallel", "recompute", "zero", "context_method")}
+    layout["context"] = 1 if row["context_method"] is None else 2
+    if tensor * pipeline * data * layout["context"] > 8:
+        raise NotWanted("more ranks show nothing new")
     layers, stages = max(4, pipeline * SCHEDULES[row["schedule"]]), pipeline * SCHEDULES[row["schedule"]]
     if row["more_on_the_last"] is not None:
         layers = stages + row["more_on_the_last"]

@@ -18,7 +18,7 @@ from manta.workers.parallel.context.by_heads import HeadExchange
 from manta.workers.parallel.context.gathered import GatheredAttention, Gathering
 from manta.workers.parallel.context.kernels import TileKernels, WeightDropout
 from manta.workers.parallel.context.ring import Ring, RingAttention
-from manta.workers.parallel.context.tiles import Tile
+from manta.workers.parallel.context.tiles import MASKED_ROWS, Tile
 from manta.workers.spec.sequence_runs import runs_of
 
 _KEPT_TILES = 64
@@ -35,7 +35,7 @@ class ContextAttention:
         """Exchanges rows for heads, around the attention that one rank computes; None: `attend` does it all."""
         self._ring = Ring(comm, runs) if layout.context_method == "ring" else None
         self._gathering = Gathering(comm, runs)
-        self._tilings: OrderedDict[tuple[Documents | None, int | None], list[list[Tile]]] = OrderedDict()
+        self._tilings: OrderedDict[tuple[Documents | None, int | None, int | None], list[list[Tile]]] = OrderedDict()
 
     def stay_out(self, disable: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Keep everything here out of compiled layers; `disable`: wraps a function accordingly."""
@@ -56,20 +56,21 @@ class ContextAttention:
     ) -> torch.Tensor:
         """[S, b, a, d] from q [S, b, a, d] and k, v [S, b, g, d]; `written_out`: not by fused kernels. Raises
         PeerLost."""
-        tiling, kernels = self._tiling(documents, window), TileKernels(written_out, dropout)
+        kernels = TileKernels(written_out, dropout)
+        rows = MASKED_ROWS if window is not None or kernels.write_out(q) else None
+        tiling = self._tiling(documents, window, rows)
         if self._ring is not None:
             result: torch.Tensor = RingAttention.apply(q, k, v, self._ring, tiling, kernels)
         else:
             result = GatheredAttention.apply(q, k, v, self._gathering, tiling[0], kernels)
         return result
 
-    def _tiling(self, documents: Documents | None, window: int | None) -> list[list[Tile]]:
+    def _tiling(self, documents: Documents | None, window: int | None, rows: int | None) -> list[list[Tile]]:
         """The tiles of each hop, or all at once if keys are gathered; made once for all layers."""
-        key = (documents, window)
+        key = (documents, window, rows)
         if key not in self._tilings:
             ring, gathering = self._ring, self._gathering
-            made = [gathering.tiles(documents, window)] if ring is None else ring.tiles(documents, window)
-            self._tilings[key] = made
+            self._tilings[key] = [gathering.tiles(*key)] if ring is None else ring.tiles(*key)
             if len(self._tilings) > _KEPT_TILES:
                 self._tilings.popitem(last=False)
         return self._tilings[key]

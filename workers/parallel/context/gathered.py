@@ -37,12 +37,12 @@ class Gathering:
         """[S, b, 2, g, d]: the sum over ranks of gradients [s, b, 2, g, d] of what was gathered."""
         return self._comm.reduce_scatter("context", torch.cat([grad[each.first : each.end] for each in self._all]))
 
-    def tiles(self, documents: Documents | None, window: int | None) -> list[Tile]:
+    def tiles(self, documents: Documents | None, window: int | None, rows: int | None) -> list[Tile]:
         """Tiles of this rank's queries: each run with all keys before it, and with itself."""
         found: list[Tile] = []
         for run in self.own:
             keys = [Segment(0, run.first, 0), Segment(run.first, run.end, run.first)]
-            found += tiles([run], keys, documents, window)
+            found += tiles([run], keys, documents, window, rows)
         return found
 
 

@@ -41,15 +41,22 @@ class TileKernels:
         """`written_out`: even where a fused kernel could compute; always with `dropout`."""
         self._dropout, self._written_out = dropout, written_out or dropout is not None
 
+    def write_out(self, q: torch.Tensor, tile: Tile | None = None) -> bool:
+        """Whether attention of q to the keys of `tile` (of any without a mask) is written out: so it is where no fused
+        kernel supports it. Those of GPUs have no masks, and 16 bits only."""
+        if self._written_out or not q.is_cuda:
+            return self._written_out
+        return (tile is not None and tile.window is not None) or q.element_size() > 2 or q.shape[-1] % 8 > 0
+
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(output [b, a, n, d], log-sums of the scores' exponentials [b, a, n]) of q [b, a, n, d] and k, v
         [b, g, m, d]."""
-        if not self._written_out and q.is_cuda and _flash_computes(q, tile):
-            results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal)
-            return results[0], results[1]
-        if not self._written_out and not q.is_cuda:
+        if not self.write_out(q, tile):
+            if q.is_cuda:
+                results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, tile.causal)
+                return results[0], results[1]
             causal = tile.causal and tile.window is None
             out, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q, k, v, 0.0, causal, attn_mask=_band(tile, q, k)
@@ -75,19 +82,14 @@ class TileKernels:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tile's parts of the gradients of q, k and v; `grad`, `out` [b, a, n, d] and `log_sums` [b, a, n] belong
         to all keys of the queries."""
-        if not self._written_out and q.is_cuda and _flash_computes(q, tile):
-            nothing = torch.empty(0, dtype=torch.int64, device=q.device)
-            parts: tuple[torch.Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                *(grad, q, k, v, out, log_sums.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, tile.causal),
-                *(nothing, nothing),
-            )
-            return parts[0], parts[1], parts[2]
-        if not self._written_out and not q.is_cuda:
+        if not self.write_out(q, tile):
+            if q.is_cuda:
+                return _flash_gradients(grad, q, k, v, out, log_sums, tile)
             causal = tile.causal and tile.window is None
-            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, log_sums, 0.0, causal, attn_mask=_band(tile, q, k)
             )
-            return parts[0], parts[1], parts[2]
+            return grad_q, grad_k, grad_v
         weights = _scores(q, k, tile).sub_(log_sums.unsqueeze(-1)).exp_()
         wide, grad = weights.dtype, grad.to(weights.dtype)
         per_group = (k.shape[0], k.shape[1], -1)
@@ -105,9 +107,22 @@ class TileKernels:
         return grad_q, grad_k, grad_v
 
 
-def _flash_computes(q: torch.Tensor, tile: Tile) -> bool:
-    """Whether a GPU's flash attention supports the tile: it has no masks, and 16 bits only."""
-    return tile.window is None and q.dtype != torch.float32 and q.dtype != torch.float64 and q.shape[-1] % 8 == 0
+def _flash_gradients(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    log_sums: torch.Tensor,
+    tile: Tile,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`TileKernels.gradients` by the kernel of GPUs."""
+    no_generator = torch.empty(2, dtype=torch.uint64, device=q.device)  # there is no dropout
+    lengths = None, None, q.shape[2], k.shape[2]  # the first two: of samples of different lengths, which there are none
+    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        *(grad, q, k, v, out, log_sums.contiguous(), *lengths, 0.0, tile.causal, no_generator, no_generator[:1])
+    )
+    return grad_q, grad_k, grad_v
 
 
 def _by_group(weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -28,11 +28,11 @@ class Ring:
         self._comm, self.size, self._index = comm, len(runs), comm.index("context")
         self._segments = [segments(each) for each in runs]
 
-    def tiles(self, documents: Documents | None, window: int | None) -> list[list[Tile]]:
+    def tiles(self, documents: Documents | None, window: int | None, rows: int | None) -> list[list[Tile]]:
         """Tiles of this rank's queries with the keys that are here after each number of hops, its own first."""
         own = self._segments[self._index]
         sources = [self._segments[(self._index - hops) % self.size] for hops in range(self.size)]
-        return [list(tiles(own, keys, documents, window)) for keys in sources]
+        return [list(tiles(own, keys, documents, window, rows)) for keys in sources]
 
     def start_hop(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Handle]:
         """Begin to send a contiguous tensor to the next rank: (what arrives from the rank before, handle)."""
@@ -81,8 +81,9 @@ class RingAttention(torch.autograd.Function):
             following = ring.start_hop(here) if hops + 1 < ring.size else None
             own = torch.zeros_like(here, dtype=log_sums.dtype)
             backward.add(some, *_keys_and_values(here), *_keys_and_values(own))
-            # The sum of the ranks before arrives during this rank's own part.
-            coming = ring.start_hop(own if coming is None else _arrived(*coming).add_(own))
+            # The sum of the ranks before arrives during this rank's own part. What is sent stays until it is taken.
+            sent = own if coming is None else _arrived(*coming).add_(own)
+            coming = ring.start_hop(sent)
             if following is not None:
                 here = _arrived(*following)
         assert coming is not None

@@ -13,8 +13,7 @@ from manta.workers.data.batches import Documents
 from manta.workers.spec.sequence_runs import Run
 
 MASKED_ROWS = 1024
-"""With a window, most queries of a tile, unless the window is longer: a mask of such a tile is not large, and tokens
-outside of the window are not computed."""
+"""Most queries of a tile with a mask or with scores that are written out, so that these are not large."""
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,22 @@ def segments(runs: Iterable[Run]) -> list[Segment]:
 
 
 def tiles(
-    queries: Sequence[Segment], keys: Sequence[Segment], documents: Documents | None, window: int | None
+    queries: Sequence[Segment],
+    keys: Sequence[Segment],
+    documents: Documents | None,
+    window: int | None = None,
+    rows: int | None = None,
 ) -> Iterator[Tile]:
     """All pairs that attend to each other. A segment of keys is either one of queries too, or it does not overlap
-    with any. `documents`: that attention does not cross; `window`: as in `Tile`."""
+    with any. `documents`: that attention does not cross; `window`: number of tokens that a query sees, itself included,
+    None: all before it; `rows`: most queries of a tile."""
     for query, key in ((query, key) for query in queries for key in keys if key.first <= query.first):
         for samples, first, end in _bounds(documents, query.end):
             queried, known = _within(query, first, end), _within(key, first, end)
             if queried[0] < queried[1] and known[0] < known[1]:
-                for at, to in _pieces(queried, window):
-                    yield from _tiles_of((query, key), samples, (at, to), known, window)
+                step = rows or queried[1] - queried[0]
+                for at in range(*queried, step):
+                    yield from _tiles_of((query, key), samples, (at, min(at + step, queried[1])), known, window)
 
 
 def _bounds(documents: Documents | None, before: int) -> Iterator[tuple[slice, int, int]]:
@@ -86,13 +91,6 @@ def _bounds(documents: Documents | None, before: int) -> Iterator[tuple[slice, i
 
 def _within(segment: Segment, first: int, end: int) -> Run:
     return max(segment.first, first), min(segment.end, end)
-
-
-def _pieces(queries: Run, window: int | None) -> Iterator[Run]:
-    first, end = queries
-    step = end - first if window is None else max(window, MASKED_ROWS)
-    for at in range(first, end, step):
-        yield at, min(at + step, end)
 
 
 def _tiles_of(

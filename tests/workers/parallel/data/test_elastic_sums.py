@@ -69,6 +69,10 @@ CASES: dict[str, Case] = {
         {"model": {"tie_embeddings": False}, "train": {"global_batch_size": 13}},
     ),
     "p2, one layer and three": ((1, 2), {"stage_layers": [1, 3], **SMALL}, {}),
+    "c2 ring with dropout": ((1, 1), {"context": 2, "context_method": "ring", **SMALL}, {"model": {"dropout": 0.1}}),
+    "c2 all_to_all, bf16": (
+        (1, 1), {"context": 2, "context_method": "all_to_all"}, {"train": {"precision": "bf16", "z_loss": 1e-3}},
+    ),
     "t2 p2 zb-h1 with dropout": ((2, 2), {"schedule": "zb-h1"}, {"model": {"dropout": 0.1}}),
     "t2 p2 zb-v": ((2, 2), {"schedule": "zb-v", "virtual_stages": 2}, {"model": {"kv_heads": 1}}),
 }  # fmt: skip
@@ -130,6 +134,7 @@ PARTS_OF_OTHERS = (
     "t2 without sequence parallelism, bf16",
     "p2 interleaved",
     "p2 zb-h1",
+    "c2 ring with dropout",
     "t2 p2 zb-h1 with dropout",
 )
 FEW = [
@@ -184,7 +189,7 @@ def test_layout_sums_change_bits_with_the_number_of_replicas(ranks, corpus):
 @pytest.mark.parametrize(
     "name",
     [
-        *("alone, fp16", "p2 interleaved"),
+        *("alone, fp16", "p2 interleaved", "c2 ring with dropout"),
         *(
             pytest.param(name, marks=pytest.mark.soak)
             for name in ("p2 zb-v, tied on one rank", "p2 1f1b, one sequence less", "t2")
