@@ -13,7 +13,8 @@ from manta.workers.spec.layer_table import Attention, Tensor
 from manta.workers.spec.sequence_runs import runs_per_rank
 
 MASKED_ROWS = 1024
-"""Most rows of a tile of a layer with a shorter window (`workers/parallel/context/tiles.py`)."""
+"""Most rows of a tile with a mask or with scores that are written out, unless a window is longer
+(`workers/parallel/context/tiles.py`)."""
 POSITIONS = 9
 """Bytes of which scores are hidden, for each: the distance of two positions, and whether it is hidden."""
 
@@ -39,22 +40,23 @@ class TilePasses:
         self.here = self.own * (1 if self.ring else layout.context)
         """Keys and values that are there at a time, besides those that arrive."""
         run = model.sequence_length // (layout.context * self.runs)
-        rows, keys = run, run if self.ring else model.sequence_length - run
-        if window is not None:
-            rows = min(run, max(window, MASKED_ROWS))
-            keys = min(keys, max(window, rows))
-        self.part, self.keys = self.result * rows // (run * self.runs), self.own * keys // (run * self.runs)
-        """The queries of the largest tile, and its keys and values."""
         written_out = spec.attention_is_explicit or model.dropout > 0
         if gpu:
             written_out |= window is not None or self.width == WIDE or model.head_size % 8 > 0
+        rows, keys = run, run if self.ring else model.sequence_length - run
+        if written_out or window is not None:
+            rows = min(run, max(window or 0, MASKED_ROWS))
+        if window is not None:
+            keys = min(keys, max(window, rows))
+        self.part, self.keys = self.result * rows // (run * self.runs), self.own * keys // (run * self.runs)
+        """The queries of the largest tile, and its keys and values."""
         heads = spec.train.micro_batch_size * attention.heads
         self.scores = WIDE * heads * rows * keys if written_out else 0
         """Scores of the largest tile in fp32, where they are written out."""
         self.mask = heads * rows * keys if model.dropout > 0 else 0
         self.hidden = POSITIONS * rows * min(rows, keys) if written_out else 0
         """Which scores on the diagonal are hidden."""
-        self.follows = self.runs > 1 or window is not None
+        self.follows = self.runs > 1 or rows < run
         """Whether a tile comes before the largest one, whose results are still there."""
         self.is_grouped = attention.heads != attention.key_value_heads
         self.moves_on = self.ring and layout.context > 2
@@ -84,8 +86,7 @@ class TilePasses:
             tape.allocate(self.own)
             tape.allocate_briefly(self.own, self.result * wide, own, self._tile)
             tape.allocate(self.own if self.moves_on else 0, self.result * wide)
-            tape.allocate_briefly(3 * own)
-            tape.allocate(2 * own)
+            tape.allocate(3 * own)  # the own part, and the sum that leaves and the one that arrives
             tape.allocate_briefly(self._tile)
             tape.free(self.own if self.moves_on else 0)
         else:

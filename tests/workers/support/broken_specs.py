@@ -329,8 +329,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
 ]  # fmt: skip
 """Name, sections, path of the field that is named, part of what is said, advice."""
 
-NOT_BUILT: list[tuple[str, str, Any]] = [
-]
+NOT_BUILT: list[tuple[str, str, Any]] = []
 """Section, key and value of what is to come."""
 
 SETS: list[tuple[str, list[dict[str, Any]], str, str, str | None]] = [
