@@ -133,10 +133,10 @@ def measure(options: argparse.Namespace) -> Report:
         report.add(f"host_time_{contestant}_layer", round(1e6 * seconds, 1), "us")
     report.add("host_time_parallel_to_plain", round(host["parallel"] / host["plain"], 4), "ratio", 1.5)
     for micro_batches, limit in SHARDED.items():
-        name, seconds = f"zero_m{micro_batches}", _sharded(options, micro_batches)
+        name, by_stage = f"zero_m{micro_batches}", _sharded(options, micro_batches)
         for zero in (1, 3):
-            report.add(f"{name}_stage_{zero}_step", round(1e3 * seconds[zero], 3), "ms")
-        report.add(f"{name}_stage_3_to_1", round(seconds[3] / seconds[1], 4), "ratio", limit)
+            report.add(f"{name}_stage_{zero}_step", round(1e3 * by_stage[zero], 3), "ms")
+        report.add(f"{name}_stage_3_to_1", round(by_stage[3] / by_stage[1], 4), "ratio", limit)
     report.settings = {
         "sizes": {name: vars(size) for name, size in SIZES.items()},
         "threads": 1,
@@ -177,7 +177,8 @@ def _sharded_steps(comm: Comm, spec: JobSpec, rounds: int, seconds: float) -> di
         steps[zero] = partial(engine.step, batch, train.global_batch_size, LEARNING_RATE, 0)
     counts = torch.tensor([_steps_in(step, seconds) for step in steps.values()], dtype=torch.float64)
     comm.all_reduce("world", counts, largest=True)
-    blocks = {zero: partial(_block, step, int(count)) for (zero, step), count in zip(steps.items(), counts, strict=True)}
+    counted = zip(steps.items(), counts, strict=True)
+    blocks = {zero: partial(_block, step, int(count)) for (zero, step), count in counted}
     taken: dict[int, list[float]] = {zero: [] for zero in blocks}
     for _ in range(rounds):
         for zero, block in blocks.items():

@@ -115,7 +115,8 @@ class Candidate(NamedTuple):
         wish = ParallelConfig() if isinstance(job.parallel, str) else job.layout
         names = ("tensor", "pipeline", "data", "context", "virtual_stages", "schedule", "recompute", "zero")
         chosen = {name: getattr(self, name) for name in names} | {"stage_layers": self.stage_layers or None}
-        chosen |= {"context_method": self.method, "sequence_parallel": None}
+        order = wish.context_order if self.context > 1 else None
+        chosen |= {"context_method": self.method, "context_order": order, "sequence_parallel": None}
         layout = wish.model_copy(update=chosen)
         train = job.train.model_copy(update={"micro_batch_size": self.micro_batch})
         return job.model_copy(update={"parallel": layout, "train": train})

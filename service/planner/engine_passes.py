@@ -218,7 +218,7 @@ class EnginePasses(LayerTime):
         if layout.recompute == "full":
             return super().recomputed().plus(Budget(operations=UNDER_HOOKS))
         again = Budget()
-        if "core_attention" in layout.recompute_modules:
+        if "core_attention" in layout.recompute_modules and not layout.attends_by_tiles:
             self._attend(again, self._attention_forward)
         for each in self.table.operations:
             match each:

@@ -169,6 +169,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
         if parallel["stage_layers"] is not None and _chunks(parallel) != _chunks(parallel | values):
             values["stage_layers"] = None  # its layers are those of other stages
+        if values.get("context") == 1:  # then these have no effect
+            values |= {key: None for key in ("context_method", "context_order") if parallel[key] is not None}
         words = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
         return words, {**document, section: document[section] | values}
 

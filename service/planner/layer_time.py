@@ -426,7 +426,7 @@ class LayerTime:
         if layout.recompute == "full":
             return as_recomputation(self.forward())
         again = Budget()
-        if "core_attention" in layout.recompute_modules:
+        if "core_attention" in layout.recompute_modules and not layout.attends_by_tiles:
             self._attend(again, self._attention_forward)
         for module in ("norm", "mlp_activation"):
             made = [each.x for each in self.table.products if each.x.recomputed_by == module]

@@ -27,8 +27,9 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import parameter_counts, trained_parameters, vocabulary_rows
+from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
+from manta.workers.accounting.unit_bytes import gathered_elements, units_of
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
 from manta.workers.spec.layer_table import layer_table
@@ -321,24 +322,22 @@ class StepModel:
 
     def _sharded_seconds(self, backward: float) -> float:
         """The part of the communication of ZeRO 2 and 3 that nothing hides. Every micro-batch's backward, which takes
-        `backward` seconds, reduces gradients. With ZeRO 3 forward gathers the weights of all units (the embedding, each
-        layer, the output layer), backward those of the layers that it reaches, each beside the computation of the unit
-        before (`workers/parallel/data/units.py`)."""
-        m, layers = self.spec.micro_batches, self.spec.model.layers
+        `backward` seconds, reduces gradients. With ZeRO 3 forward gathers the weights of all units, backward those of
+        layers that are not there any more, each beside the computation of the unit before
+        (`workers/accounting/unit_bytes.py`)."""
+        spec, m, units = self.spec, self.spec.micro_batches, units_of(self.spec)
 
-        def by_units(size: float, units: int) -> float:
-            return units * gather_seconds(self.groups.holders, self.cluster, size / units) if units else 0.0
+        def by_units(size: float) -> float:
+            return len(units) * gather_seconds(self.groups.holders, self.cluster, size / len(units))
 
-        reduce = by_units(self.parameters * self.software.gradient_bytes, layers + 2)
-        first = ahead = again = 0.0
-        if self.spec.layout.zero == 3:
-            reached = layers - max(0, first_trained_layer(self.spec))
-            counts = parameter_counts(self.spec.model, self.spec.layout.tensor, vocabulary_rows(self.spec))
-            ahead = by_units((counts.before[-1] + counts.both) * self.layer.width, layers + 2)
-            again = by_units((counts.before[-1] - counts.before[layers - reached]) * self.layer.width, reached)
-            first = ahead / (layers + 2)  # which nothing comes before
+        reduce, ahead, again = by_units(self.parameters * self.software.gradient_bytes), 0.0, 0.0
+        if spec.layout.zero == 3:
+            in_forward = sum(unit.elements for unit in units)
+            ahead = by_units(in_forward * self.layer.width)
+            again = by_units((gathered_elements(spec, 1) - in_forward) * self.layer.width)
         if not self.software.overlaps_gradients:
             return m * (reduce + ahead + again)
+        first = ahead / len(units)  # which nothing comes before
         return m * (first + max(0.0, ahead - first - self._forward()) + max(0.0, again + reduce - backward))
 
     def _update(self, parameters: float) -> float:

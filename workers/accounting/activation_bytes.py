@@ -70,15 +70,22 @@ def block_terms(
                 if any(each.adapters or f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
             case Attention(queries=queries, keys_values=keys_values, y=y, normed=normed):
-                apart, recompute = spec.data.documents == "apart", "core_attention" in modules
+                layout = spec.layout
+                apart = spec.data.documents == "apart" and not layout.attends_by_tiles
+                recompute = "core_attention" in modules and not layout.attends_by_tiles
+                is_fused = not spec.attention_is_explicit or layout.attends_by_tiles
                 save(queries, *(() if repeats else keys_values))
                 if repeats:
                     terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
-                if not (spec.attention_is_explicit or recompute or apart):
+                if is_fused and not (recompute or apart):
                     save(y)  # in any case, which is what the next product saves for its trained weight
-                if not spec.attention_is_explicit and apart and normed:
+                    if layout.exchanges_heads:  # which the next product takes in another form
+                        terms["context_by_heads"] = bytes_of(spec, y)
+                if is_fused and apart and normed:
                     # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
                     terms["values_by_document"] = width * tokens[False] * operation.keys
+                elif layout.exchanges_heads and normed:
+                    terms["values_by_heads"] = width * tokens[False] * operation.keys
                 terms |= attention_terms(spec, operation, recompute)
             case Activation(xs=xs):
                 save(*xs)
@@ -90,6 +97,12 @@ def block_terms(
 def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False) -> dict[str, int]:
     """Bytes of what core attention saves in addition to its inputs and its result."""
     model, width, tokens = spec.model, width_of(spec), tokens_of(spec)[0]
+    dropout_keys = spec.train.micro_batch_size * attention.heads * 4
+    if spec.layout.exchanges_heads:
+        dropout_keys //= spec.layout.context
+    if spec.layout.attends_by_tiles:
+        terms = {"dropout_keys": dropout_keys} if model.dropout > 0 else {}
+        return terms | {"log_sums": WIDE * tokens * attention.heads}
     if not spec.attention_is_explicit:
         if recompute:
             return {}
@@ -97,7 +110,7 @@ def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False
         if spec.data.documents == "apart":  # each document's result in addition to that of the whole row
             terms["context_by_document"] = bytes_of(spec, attention.y)
         return terms
-    terms = {"dropout_keys": spec.train.micro_batch_size * attention.heads * 4} if model.dropout > 0 else {}
+    terms = {"dropout_keys": dropout_keys} if model.dropout > 0 else {}
     if recompute:
         return terms
     scores = attention.heads * tokens * model.sequence_length

@@ -259,10 +259,11 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     dense += _backward(spec, 1, spec.vocabulary_size)
     computed += _backward(spec, t, padded_vocabulary(spec)) + _inner_products(spec)
     again_dense = again_attention = again_paper = 0
+    keeps_scores = not layout.attends_by_tiles
     if layout.recompute == "full":
         again_dense, again_attention = passes * _layers_products(spec, t, range(1)), passes * core
         again_paper = passes * (_layers_products(spec, 1, range(1)) + core)
-    elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules:
+    elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules and keeps_scores:
         again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
         again_paper = passes * 3 * core
     return StepFlops(

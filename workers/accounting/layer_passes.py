@@ -20,6 +20,7 @@ from manta.workers.accounting.activation_bytes import (
     tokens_of,
     width_of,
 )
+from manta.workers.accounting.context_passes import TilePasses, exchange
 from manta.workers.accounting.flops import layers_of_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
@@ -81,7 +82,8 @@ class LayerPasses:
         self._blocks, attention = self.table.blocks, self.table.attention
         self.repeated = 0
         """Bytes of keys and values, one for each head, where the attention's kernel takes them instead."""
-        if gpu and not spec.attention_is_explicit and attention.heads != attention.key_value_heads:
+        tiles, explicit = spec.layout.attends_by_tiles, spec.attention_is_explicit
+        if gpu and not (explicit or tiles) and attention.heads != attention.key_value_heads:
             masked = attention.window is not None
             self.repeated = 2 * self._bytes(attention.y) if masked or self.sizes.width == WIDE else 0
         repeats = self.repeated > 0 and "core_attention" not in modules
@@ -129,10 +131,17 @@ class LayerPasses:
                 tape.allocate(sizes.residual)
             case Rotary(turned=((_, turned), *_)):
                 tape.allocate_briefly(self._bytes(Tensor("turned", turned)) // 2)
+            case Attention() if self.spec.layout.attends_by_tiles:
+                TilePasses(self.spec, operation, self.gpu).forward(tape)
             case Attention(y=y):
+                if self.spec.layout.exchanges_heads:
+                    exchange(tape, self.spec, self._bytes(y, Tensor("keys_values", 2 * operation.keys)))
                 tape.allocate(self.repeated)
                 self._core(tape, operation)
                 tape.allocate(self._bytes(y))
+                if self.spec.layout.exchanges_heads:
+                    exchange(tape, self.spec, self._bytes(y))
+                    tape.allocate(self._bytes(y))
             case Activation(y=y):
                 tape.allocate(self._bytes(y))
 
@@ -351,6 +360,14 @@ class LayerPasses:
     def _attend_backward(self, tape: Tape, attention: Attention, block: Block) -> None:
         """From the gradient of attention's output to those of queries, keys and values."""
         context, keys_values = self._bytes(attention.y), self._bytes(Tensor("keys_values", 2 * attention.keys))
+        if self.spec.layout.attends_by_tiles:
+            TilePasses(self.spec, attention, self.gpu).backward(tape)
+            tape.free(*(self.terms.get(name, 0) for name in ("log_sums", "dropout_keys")), context)
+            self._free(tape, *(() if self.split else (attention.y,)), attention.queries, *attention.keys_values)
+            tape.free(self.terms.get(block.mask, 0))
+            return
+        if self.spec.layout.exchanges_heads:
+            exchange(tape, self.spec, context)
         before = tape.now
         if "core_attention" in self.modules:
             self._core(tape, attention)
@@ -371,7 +388,9 @@ class LayerPasses:
             attention.queries,
             *attention.keys_values,
         )
-        tape.free(self.terms.get("values_by_document", 0))
+        tape.free(*(self.terms.get(name, 0) for name in ("values_by_document", "values_by_heads", "context_by_heads")))
+        if self.spec.layout.exchanges_heads:
+            exchange(tape, self.spec, context + keys_values)
 
 
 WEIGHT_BYTES = 2

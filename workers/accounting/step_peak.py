@@ -33,6 +33,7 @@ from manta.workers.spec.parameters import (
     needs_gradient,
     output_weight,
 )
+from manta.workers.spec.sequence_runs import runs_per_rank
 
 LOSS_ROWS, LOSS_ELEMENTS = 256, 2**24
 """Least rows of a block of 16-bit logits, and its elements on a GPU."""
@@ -101,12 +102,16 @@ class StepPeak:
     @property
     def tables(self) -> int:
         """Bytes of tables that all layers share: angles of every position and pair of a head's elements in fp64, with
-        cosine and sine in the precision of compute; and the mask of sliding windows, for fused kernels."""
-        model, width = self.spec.model, self.sizes.width
+        cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows,
+        for fused kernels."""
+        model, layout, width = self.spec.model, self.spec.layout, self.sizes.width
         pairs = model.sequence_length * model.head_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
+        if runs_per_rank(layout) > 1:  # the rows of this rank's positions
+            angles += pairs // layout.context * 2 * width if model.parts.rotary else 0
         windowed = model.sliding_window is not None and any(model.window(layer) for layer in range(model.layers))
-        band = width * model.sequence_length**2 if windowed and not self.spec.attention_is_explicit else 0
+        is_masked = windowed and not (self.spec.attention_is_explicit or layout.attends_by_tiles)
+        band = width * model.sequence_length**2 if is_masked else 0
         return angles + band
 
     def _pass(self, index: int, kind: str, recomputed: bool, arrives: bool) -> Pass:

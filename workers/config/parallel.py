@@ -103,6 +103,17 @@ class ParallelConfig(Section):
         return self.data * self.context
 
     @property
+    def attends_by_tiles(self) -> bool:
+        """Whether a rank attends tile by tile to keys and values of other ranks, which keeps no scores: with context
+        parallelism, unless it exchanges heads."""
+        return self.context > 1 and self.context_method != "all_to_all"
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether a rank attends with a part of the heads to the whole sequence."""
+        return self.context > 1 and self.context_method == "all_to_all"
+
+    @property
     def state_shards(self) -> int:
         """Number of ranks over which the optimizer state of the same parameters is sharded."""
         return self.holders if self.zero else 1

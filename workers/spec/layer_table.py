@@ -287,6 +287,11 @@ def layer_table_of(spec: JobSpec, layer: int = 0) -> LayerTable:
     return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora)
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is a matrix A or B of an adapter (`train.lora`)."""
+    return name.endswith((".lora_a", ".lora_b"))
+
+
 def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
     """The targets of `train.lora` that the family has."""
     known = layer_table(model).logical_matrices

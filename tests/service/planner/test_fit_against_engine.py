@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from fake_rank import FakeRank, host_memory_apart, pretended_gpu
 
+from manta.service.planner.candidates import METHODS
 from manta.service.planner.memory import RESERVE, memory_of, worst_rank
+from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.spec.rules import find_problems
 from tests.service.support.planned import job
@@ -77,10 +79,23 @@ def _model(draw: random.Random) -> dict[str, Any]:
     return model
 
 
+def across(seed: int) -> JobSpec:
+    """A drawn job of two layers, whose sequences several ranks share."""
+    draw = random.Random(seed)
+    while True:
+        spec = drawn(draw.randrange(10**6))
+        context: dict[str, Any] = {"context": draw.choice((2, 4)), "context_method": METHODS[seed % 3]}
+        context["context_order"] = draw.choice(("zigzag", "contiguous"))
+        spec = spec.model_copy(update={"parallel": spec.layout.model_copy(update=context)})
+        if not find_problems(spec) and (spec.train.precision == "bf16") == (seed % 4 > 0):
+            return spec
+
+
 def made_bytes(spec: JobSpec, stage: int) -> int:
-    """The peak of a rank of this stage in a step of the engine."""
+    """The peak of a rank of this stage in a step of the engine: the context rank with the sequence's end."""
+    last = spec.layout.context - 1 if spec.layout.context_order == "contiguous" else 0
     with pretended_gpu(), host_memory_apart():
-        return FakeRank(spec, stage * spec.layout.tensor).step()["Total"]
+        return FakeRank(spec, RankGrid(spec.layout).rank(Coordinates(0, stage, 0, last))).step()["Total"]
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 7])  # all families and schedules
@@ -88,6 +103,13 @@ def test_planned_memory_of_drawn_jobs_matches_the_engine(seed):
     """Of the rank that is planned to take most."""
     memory = worst_rank(drawn(seed))
     assert memory.total == pytest.approx(made_bytes(drawn(seed), memory.rank), rel=0.02)
+
+
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 100), marks=pytest.mark.soak)], ids=str)
+def test_planned_memory_of_jobs_across_context_ranks_matches_the_engine(seeds):
+    for seed in seeds:
+        memory = worst_rank(across(seed))
+        assert memory.total == pytest.approx(made_bytes(across(seed), memory.rank), rel=RESERVE), seed
 
 
 @pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 100), marks=pytest.mark.soak)], ids=str)

@@ -332,6 +332,36 @@ def test_search_uses_the_memory_that_frozen_layers_free():
     assert search(spec, small).plans
 
 
+def test_search_shards_gradients_and_weights_only_where_zero_1_does_not_fit():
+    """A frozen base of 70 billion parameters on eight GPUs: 140 GB of weights on each under ZeRO 1 and 2."""
+    model = {"family": "llama", "kv_heads": 8, "ffn_hidden_size": 28672, "sequence_length": 4096}
+    train = {"frozen": ["embedding", "layers.0-78"], "global_batch_size": 64}
+    plans = search(job(80, 8192, 64, model=model, train=train), a100s()).plans
+    assert {(plan.spec.layout.pipeline, plan.spec.layout.zero) for plan in plans if plan.spec.layout.tensor == 1} == {
+        (1, 3)
+    }
+    assert plans[0].spec.layout.zero == 3
+    small = search(paper(8, 1024, 16, 64), a100s(), limit=50).plans
+    assert {plan.spec.layout.zero for plan in small} == {1}
+
+
+def test_zero_2_and_3_communicate_for_every_micro_batch():
+    """On cores nothing hides it."""
+
+    def seconds(zero: int, micro_batches: int) -> tuple[float, float]:
+        train = {"global_batch_size": 4 * micro_batches, "micro_batch_size": 1, "precision": "fp32"}
+        cluster = Cluster(cpu_machine(4, 4, 64e9), 1, 4)
+        model = StepModel(job(24, 512, 8, train=train, data=4, zero=zero), cluster, engine_on(cluster.machine))
+        return model.gradient_seconds(1.0), model.optimizer_seconds()
+
+    once, update = seconds(1, 1)
+    assert seconds(2, 1)[0] == pytest.approx(once, rel=0.05)  # unit by unit
+    assert seconds(2, 8)[0] == pytest.approx(8 * seconds(2, 1)[0])
+    assert seconds(3, 8)[0] == pytest.approx(8 * seconds(3, 1)[0])
+    assert 2.3 < seconds(3, 1)[0] / once < 3.0, "layers that are still there are not gathered again"
+    assert seconds(3, 1)[1] < seconds(2, 1)[1] == pytest.approx(update), "nothing is gathered after the update"
+
+
 @pytest.mark.parametrize(("slots", "cores"), [(16, 4), (2, 8), (8, 1)])
 def test_mfu_on_cores_is_of_the_threads_that_the_ranks_of_a_layout_have(slots, cores):
     """As a job reports it: however many slots a node has that a layout leaves free."""

@@ -116,6 +116,20 @@ def test_activation_bytes_of_fused_attention_do_not_grow_with_squared_length():
     assert layer_bytes(sdpa) - layer_bytes(sdpa, ["core_attention"]) == layer_terms(sdpa)["log_sums"]
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ring", "all_to_all"])
+@pytest.mark.parametrize("modules", [(), ("norm", "mlp_activation")])
+@pytest.mark.parametrize("family", [{"family": "gpt"}, {"family": "llama", "kv_heads": 8}])
+def test_kept_activations_fall_by_the_context_size_to_the_byte(family, modules, method):
+    """But for the result of attention by heads, which is kept in both forms."""
+    shape = {"layers": 2, "hidden_size": 512, "heads": 16, "sequence_length": 1024} | family
+    whole = layer_terms(spec(model=shape), modules=modules)
+    for context in (2, 4, 8):
+        part = layer_terms(spec(model=shape, parallel={"context": context, "context_method": method}), modules=modules)
+        twice = part.pop("context_by_heads", 0)
+        assert {name: context * size for name, size in part.items()} == whole
+        assert (twice == part["context"]) if method == "all_to_all" else not twice
+
+
 def _interleaving(stages: int, virtual_stages: int) -> float:
     """How much more the first stage holds."""
     return 1 + (stages - 1) / (stages * virtual_stages) if virtual_stages > 1 else 1.0

@@ -34,7 +34,7 @@ def roles(job: JobSpec) -> list[int]:
     layout = job.layout
     stages = sorted({0, layout.pipeline // 2, layout.pipeline - 1})
     places = itertools.product(range(min(2, layout.data)), stages, range(min(2, layout.tensor)))
-    grid = RankGrid(layout)
+    grid = RankGrid(layout)  # the first context rank has the end of the sequence
     return [grid.rank(Coordinates(tensor, stage, data, 0)) for data, stage, tensor in places]
 
 
@@ -71,20 +71,26 @@ def test_fake_process_groups_run_a_step_of_every_schedule_and_family(schedule, f
     step_of(job, ranks[number % len(ranks)])
 
 
+LLAMA_70B: dict[str, Any] = {
+    "family": "llama",
+    "layers": 80,
+    "hidden_size": 8192,
+    "heads": 64,
+    "kv_heads": 8,
+    "ffn_hidden_size": 28672,
+    "sequence_length": 4096,
+    "vocabulary_size": 32000,
+}
+LONG = LLAMA_70B | {"sequence_length": 131_072}
 LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "Llama 70B on 512 ranks": (
-        {
-            "family": "llama",
-            "layers": 80,
-            "hidden_size": 8192,
-            "heads": 64,
-            "kv_heads": 8,
-            "ffn_hidden_size": 28672,
-            "sequence_length": 4096,
-            "vocabulary_size": 32000,
-        },
-        {"tensor": 8, "pipeline": 8, "data": 8},
-        16,
+    "Llama 70B on 512 ranks": (LLAMA_70B, {"tensor": 8, "pipeline": 8, "data": 8}, 16),
+    "Llama 70B, ZeRO 3 on 64 ranks": (LLAMA_70B, {"data": 64, "zero": 3, "recompute": "full"}, 2),
+    "Llama 70B, ZeRO 3 on 512 ranks": (LLAMA_70B, {"tensor": 2, "data": 256, "zero": 3, "recompute": "full"}, 1),
+    "Llama 70B, 131,072 tokens, context 8": (LONG, {"tensor": 8, "pipeline": 2, "context": 8}, 2),
+    "Llama 70B, 131,072 tokens, context 16 in a ring": (
+        LONG,
+        {"tensor": 4, "context": 16, "context_method": "ring", "zero": 3},
+        1,
     ),
     "GPT 530B on 2,240 ranks": (
         {
@@ -105,7 +111,7 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 def large(name: str) -> JobSpec:
     """A job of LARGE."""
     model, layout, micro_batches = LARGE[name]
-    train = {"precision": "bf16", "global_batch_size": micro_batches * layout["data"], "micro_batch_size": 1}
+    train = {"precision": "bf16", "global_batch_size": micro_batches * layout.get("data", 1), "micro_batch_size": 1}
     return spec(model=model, train=train, parallel=layout)
 
 

@@ -158,7 +158,7 @@ class FakeRank:
 
     def batch(self) -> list[MicroBatch]:
         """This replica's micro-batches of a step."""
-        train, length = self.spec.train, self.spec.model.sequence_length
+        train, length = self.spec.train, self.spec.model.sequence_length // self.spec.layout.context
         size = train.micro_batch_size
         tokens = [
             torch.empty(length, size, dtype=torch.int64) if self.engine.model.reads_tokens else None

@@ -354,8 +354,8 @@ class ElasticUnitReduction(UnitReduction):
                 torch._foreach_add_(first.total(), other.total())
         tails = [each.total()[0] for each in self._tail_sums]
         self.reduced[-1].copy_(tails[0])
-        for other in tails[1:]:
-            self.reduced[-1].add_(other)
+        for tail in tails[1:]:
+            self.reduced[-1].add_(tail)
         self.comm.all_gather(self.comm.grid.holders, self.reduced[-1], self._tail)
         self.shared.sum()
         return self.reduced
