@@ -25,7 +25,7 @@ from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.data.batch_plan import changed_sample_keys
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import CheckpointError, MantaError
@@ -33,6 +33,7 @@ from manta.workers.protocol.json_codec import from_json, spell
 from manta.workers.protocol.messages import Resume, TraceOrder
 from manta.workers.protocol.reports import Message, Metrics
 from manta.workers.settings import Launcher, read_token_cache
+from manta.workers.spec.layer_table import lora_targets
 from manta.workers.step_traces.analysis import analysis_document, rank_documents
 from manta.workers.step_traces.assembly import StepTrace, assembled
 from manta.workers.step_traces.perfetto import perfetto
@@ -163,6 +164,7 @@ def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
 
         def use(path: Location, step: int) -> None:
             _refuse_other_samples(trainer.spec, path)
+            _refuse_other_adapters(trainer.spec, path)
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)
@@ -183,6 +185,23 @@ def _refuse_other_samples(spec: JobSpec, checkpoint: Location) -> None:
             f"{checkpoint} was trained on other samples, so continuing would repeat some or leave some out: {changed}; "
             "change that back, or begin a new job with its exported weights (model.from)"
         )
+
+
+def _refuse_other_adapters(spec: JobSpec, checkpoint: Location) -> None:
+    """Raise CheckpointError if the state in `checkpoint` has other adapters than the job, or another scale of them."""
+    written = manifest_of(checkpoint).spec["train"].get("lora")
+    before = None if written is None else LoraConfig.model_validate(written)
+    if _kind_of(before, spec) != _kind_of(spec.train.lora, spec):
+        raise CheckpointError(
+            f"{checkpoint} was trained with other adapters: the rank, alpha, targets and scaling of train.lora cannot "
+            "change; change that back, or begin a new job with its exported weights (model.from)"
+        )
+
+
+def _kind_of(lora: LoraConfig | None, spec: JobSpec) -> tuple[object, ...] | None:
+    if lora is None:
+        return None
+    return lora.rank, lora.alpha, lora.scaling, set(lora.targets or lora_targets(spec.model))
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 from manta.service.planner import explain
 from manta.service.planner.beside_steps import beside_steps
-from manta.service.planner.hardware import Cluster, Machine, parts_of
+from manta.service.planner.hardware import Machine, parts_of
 from manta.service.planner.memory import host_bytes
 from manta.service.planner.refinement import moved
 from manta.service.planner.request import PlanRequest

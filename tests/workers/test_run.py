@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,20 @@ def test_run_refuses_to_resume_under_a_key_that_gives_its_steps_other_samples(tm
     error = capsys.readouterr().err
     assert error.startswith("CheckpointError: ") and f"leave some out: {key} (was " in error
     assert started(before, 4) == 0, "more steps are no other samples"
+
+
+def test_run_refuses_to_resume_with_other_adapters(tmp_path, capsys):
+    def started(steps: int, **lora: Any) -> int:
+        train = {"steps": steps, "lora": lora or None}
+        config = job_file(tmp_path, checkpoint={"every_steps": 2}, train=train)
+        return run.main([str(config), "--checkpoints", str(tmp_path / "checkpoints")])
+
+    assert started(2, rank=3) == 0
+    assert f"train.lora: {4 * 3 * (4 * 64 + 2 * 160):,} of " in capsys.readouterr().out
+    for other in ({}, {"rank": 4}, {"rank": 3, "alpha": 1.0}, {"rank": 3, "targets": ["q"]}):
+        assert started(4, **other) == 1
+        assert "was trained with other adapters: the rank, alpha, targets and scaling" in capsys.readouterr().err
+    assert started(4, rank=3, dropout=0.1, targets=["q", "k", "v", "o", "up", "down"]) == 0
 
 
 def test_run_that_stops_early_has_the_numbers_of_a_whole_one(tmp_path):

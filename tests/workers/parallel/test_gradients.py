@@ -102,9 +102,9 @@ RULES: tuple[Callable[..., bool], ...] = (
 # Standard deviation of the weights: at 0.2, the default, a plain fp32 loop itself strays further than fp32's tolerance
 # in the deepest models.
 SPREAD = 0.03
-# Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 1e-9 of the
-# norm may be rounding.
-FLOOR = 5e-4
+# Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 3e-9 of the
+# norm may be rounding. Of adapters alone the norm is smaller, but not what passes the frozen weights beside them.
+FLOOR, FLOOR_OF_ADAPTERS = 1e-3, 2e-2
 
 
 @functools.cache
@@ -340,4 +340,5 @@ def check(row: Row, steps: list[Steps], loss: float, gradients: dict[str, torch.
         assert rank.grad_norms[0] == pytest.approx(norm, rel=tolerance), row
     for name, expected in gradients.items():
         error = (whole[name].double() - expected).norm().item()
-        assert error <= tolerance * max(expected.norm().item(), FLOOR * norm), (name, row)
+        floor = FLOOR if row["lora"] == "none" else FLOOR_OF_ADAPTERS
+        assert error <= tolerance * max(expected.norm().item(), floor * norm), (name, row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from engine_specs import document, spec
+from engine_specs import document, problems_of, spec
 from one_layer import lone_rank
 
 from manta.workers.model.stage import ModelStage
@@ -109,6 +109,21 @@ def test_unknown_frozen_parameter_is_reported_with_the_nearest_name():
 def test_custom_model_cannot_freeze_parameters():
     problem = problem_of(["embedding"], family="custom", entrypoint="mine:build")
     assert (problem.path, problem.unsupported, problem.suggestion) == ("train.frozen", True, "[]")
+
+
+def test_custom_model_cannot_have_adapters():
+    custom = document(model={"family": "custom", "entrypoint": "mine:build"}, train={"lora": {}})
+    (problem,) = problems_of(custom)
+    assert (problem.path, problem.unsupported, problem.suggestion) == ("train.lora", True, "null")
+
+
+def test_adapters_of_all_layers_are_trained_and_nothing_else():
+    job = spec(model=GPT, train={"lora": {"targets": ["q", "down"]}})
+    names = set(parameter_names(job.model, job.train.lora))
+    assert frozen_names(job) == set(parameter_names(job.model)) < names
+    ends = [f"{name}.lora_{end}" for name in ("attention.q", "mlp.down") for end in "ab"]
+    assert names - frozen_names(job) == {f"layers.{layer}.{end}" for layer in range(12) for end in ends}
+    assert (first_trained_layer(job), set(needs_gradient(job))) == (0, {True})
 
 
 def test_spec_that_freezes_all_parameters_is_refused():
