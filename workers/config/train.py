@@ -164,7 +164,7 @@ class TrainConfig(Section):
     (docs/training.md). They have no gradients and no moments, and backward stops at the first trained parameter."""
     lora: LoraConfig | None = None
     """Low-rank adapters, which alone are trained (docs/fine_tuning.md); default: none, the model is trained. Not for
-    custom models."""
+    custom models. Untested on GPUs (docs/tested.md)."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of an additional loss, log(Z)^2 of each token, where Z is the sum of the exponentials of its logits;
     it keeps logits from drifting (arXiv:2204.02311, section 5, with 1.0e-4). 0: none. The metric `loss` remains the
