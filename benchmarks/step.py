@@ -152,7 +152,8 @@ def _sharded(options: argparse.Namespace, micro_batches: int) -> dict[int, float
     """Median seconds of a step by ZeRO stage, of two replicas with so many micro-batches of the middle size each."""
     size = SIZES["middle"]
     document = job(size, options.seed).model_dump(mode="json")
-    document["train"]["global_batch_size"] = 2 * size.batch * micro_batches
+    at_once = max(1, size.batch // micro_batches)
+    document["train"] |= {"global_batch_size": 2 * at_once * micro_batches, "micro_batch_size": at_once}
     document["parallel"]["data"] = 2
     rounds = max(1, options.rounds // micro_batches)
     return LocalRanks().run(_sharded_steps, document, rounds, options.seconds)[0]
@@ -171,7 +172,9 @@ def _sharded_steps(comm: Comm, spec: JobSpec, rounds: int, seconds: float) -> di
         steps[zero] = partial(engine.step, batch, train.global_batch_size, LEARNING_RATE, 0)
     counts = torch.tensor([_steps_in(step, seconds) for step in steps.values()], dtype=torch.float64)
     comm.all_reduce("world", counts, largest=True)
-    blocks = {zero: partial(_block, step, int(count)) for (zero, step), count in zip(steps.items(), counts, strict=True)}
+    blocks = {
+        zero: partial(_block, step, int(count)) for (zero, step), count in zip(steps.items(), counts, strict=True)
+    }
     taken: dict[int, list[float]] = {zero: [] for zero in blocks}
     for _ in range(rounds):
         for zero, block in blocks.items():
