@@ -54,8 +54,6 @@ LEARNING_RATE = 1e-4
 LIMITS = {"plain": 1 / 0.97, "transformers": 1.0}
 ADAPTERS = 0.8
 """Limit of a step that trains adapters only, as a part of one that trains all weights."""
-SHARDED = {1: 1.35, 8: None}
-"""By micro-batches of a replica: limit of a step's time with ZeRO 3 over that with ZeRO 1; None: reported alone."""
 KEEPING = "_keeping_memory"
 """At the end of a program's name: it is set to keep freed memory, as the engine is."""
 
@@ -88,6 +86,9 @@ SIZES = {
     "middle": Size(4, 384, 6, 256, 4, 8192),
     "llama": Size(4, 384, 6, 256, 4, 8192, "llama", 2),
 }
+SHARDED_SIZE = SIZES["middle"]
+SHARDED = {1: 1.35, 8: None}
+"""By micro-batches of a replica: limit of a step's time with ZeRO 3 over that with ZeRO 1; None: reported alone."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,10 +134,10 @@ def measure(options: argparse.Namespace) -> Report:
         report.add(f"host_time_{contestant}_layer", round(1e6 * seconds, 1), "us")
     report.add("host_time_parallel_to_plain", round(host["parallel"] / host["plain"], 4), "ratio", 1.5)
     for micro_batches, limit in SHARDED.items():
-        name, by_stage = f"zero_m{micro_batches}", _sharded(options, micro_batches)
-        for zero in (1, 3):
-            report.add(f"{name}_stage_{zero}_step", round(1e3 * by_stage[zero], 3), "ms")
-        report.add(f"{name}_stage_3_to_1", round(by_stage[3] / by_stage[1], 4), "ratio", limit)
+        by_stage = _sharded(options, micro_batches)
+        for zero, taken in by_stage.items():
+            report.add(f"zero_{zero}_m{micro_batches}_step", round(1e3 * taken, 3), "ms")
+        report.add(f"zero_3_to_1_m{micro_batches}", round(by_stage[3] / by_stage[1], 4), "ratio", limit)
     report.settings = {
         "sizes": {name: vars(size) for name, size in SIZES.items()},
         "threads": 1,
@@ -156,12 +157,14 @@ def job(size: Size, seed: int) -> JobSpec:
 
 def _sharded(options: argparse.Namespace, micro_batches: int) -> dict[int, float]:
     """Median seconds of a step by ZeRO stage, of two replicas with so many micro-batches of the middle size each."""
-    size = SIZES["middle"]
+    size = SHARDED_SIZE
     document = job(size, options.seed).model_dump(mode="json")
-    document["train"]["global_batch_size"] = 2 * size.batch * micro_batches
+    at_once = max(1, size.batch // micro_batches)
+    document["train"] |= {"global_batch_size": 2 * at_once * micro_batches, "micro_batch_size": at_once}
     document["parallel"]["data"] = 2
     rounds = max(1, options.rounds // micro_batches)
-    return LocalRanks().run(_sharded_steps, document, rounds, options.seconds)[0]
+    by_rank: list[dict[int, float]] = LocalRanks().run(_sharded_steps, document, rounds, options.seconds)
+    return by_rank[0]
 
 
 def _sharded_steps(comm: Comm, spec: JobSpec, rounds: int, seconds: float) -> dict[int, float]:

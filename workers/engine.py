@@ -77,7 +77,7 @@ class Engine:
         self.units: UnitPasses | None = None
         """Under ZeRO 2 and 3, what happens before and after each unit computes."""
         self.reduction: GradientReduction
-        sums: StepSums = StepSums(comm, CountedNorm(self.flat, self.flat.parts(holder), comm.index("tensor")))
+        sums: StepSums | None = None
         when_done: Callable[[Action], None] | None = None
         when_added: Callable[[torch.nn.Parameter], None] | None = None
         if self.flat.by_unit:
@@ -94,6 +94,8 @@ class Engine:
         else:
             self.reduction = GradientReduction(self.flat, comm, shared, self._uses())
             when_added = self.reduction.added if self.reduction.overlaps else None
+        if sums is None:
+            sums = StepSums(comm, CountedNorm(self.flat, self.reduction.parts, comm.index("tensor")))
         if new_recording is None and comm.device.type == "cuda":
             new_recording = CudaRecording
         self.pipeline: Pipeline
@@ -126,7 +128,8 @@ class Engine:
                 compiled_operators.enter(module)
 
         weights = GatheredWeights(self.flat, self.comm, arrived) if self.flat.zero == 3 else None
-        passes = UnitPasses(parts_in_order(self.model), self.flat, reduction, weights)
+        looks_up = self.spec.model.family != "custom"  # whose embeddings may compute anything
+        passes = UnitPasses(parts_in_order(self.model), self.flat, reduction, weights, looks_up)
         call_around_parts(self.model, passes.before, passes.after)
         return passes
 
@@ -179,8 +182,9 @@ class Engine:
             if self.units is not None:
                 self.units.begin(rounds)
             loss = self.pipeline.train(batch, scale)
-            if self.units is not None:
-                self.units.idle(rounds - len(batch), training=True)
+            if self.units is not None and rounds > len(batch):
+                with self.comm.step.phase("reduction"):
+                    self.units.idle(rounds - len(batch), training=True)
             statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
