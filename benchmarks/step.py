@@ -6,7 +6,8 @@ program does not. What is left of the difference when they are set to do so too 
 blocks of steps, in any order, so that the machine's other work meets all of them, and they are started several times:
 where a process's pages happen to lie makes it faster or slower by some percent for as long as it lives. Ratios are the
 engine's median step time over theirs: below 1 the engine is faster. Also the host's time a layer: the parallel path
-with groups of size 2 whose collectives return at once, on tensors so small that arithmetic does not count.
+with groups of size 2 whose collectives return at once, on tensors so small that arithmetic does not count. And two
+replicas over links whose weights and gradients are in parts (ZeRO 3), against the same with ZeRO 1.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch
 
 from benchmarks.support.faked_comm import FakedComm
 from benchmarks.support.hugging_face import transformers_like
+from benchmarks.support.local_ranks import LocalRanks
 from benchmarks.support.plain_gpt import Layer as PlainLayer
 from benchmarks.support.plain_gpt import PlainLoop
 from benchmarks.support.report import Report, deliver, parser
@@ -81,6 +83,9 @@ SIZES = {
     "middle": Size(4, 384, 6, 256, 4, 8192),
     "llama": Size(4, 384, 6, 256, 4, 8192, "llama", 2),
 }
+SHARDED_SIZE = SIZES["middle"]
+SHARDED = {1: 1.35, 8: None}
+"""By micro-batches of a replica: limit of a step's time with ZeRO 3 over that with ZeRO 1; None: reported alone."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -122,6 +127,11 @@ def measure(options: argparse.Namespace) -> Report:
     for contestant, seconds in host.items():
         report.add(f"host_time_{contestant}_layer", round(1e6 * seconds, 1), "us")
     report.add("host_time_parallel_to_plain", round(host["parallel"] / host["plain"], 4), "ratio", 1.5)
+    for micro_batches, limit in SHARDED.items():
+        by_stage = _sharded(options, micro_batches)
+        for zero, taken in by_stage.items():
+            report.add(f"zero_{zero}_m{micro_batches}_step", round(1e3 * taken, 3), "ms")
+        report.add(f"zero_3_to_1_m{micro_batches}", round(by_stage[3] / by_stage[1], 4), "ratio", limit)
     report.settings = {
         "sizes": {name: vars(size) for name, size in SIZES.items()},
         "threads": 1,
@@ -137,6 +147,41 @@ def job(size: Size, seed: int) -> JobSpec:
     model = {key: value for key, value in vars(size).items() if key != "batch"}
     train = {"steps": 1000, "global_batch_size": size.batch, "micro_batch_size": size.batch, "seed": seed}
     return parse_job_spec({"model": model, "data": {"source": "python-stdlib"}, "train": train})
+
+
+def _sharded(options: argparse.Namespace, micro_batches: int) -> dict[int, float]:
+    """Median seconds of a step by ZeRO stage, of two replicas with so many micro-batches of the middle size each."""
+    size = SHARDED_SIZE
+    document = job(size, options.seed).model_dump(mode="json")
+    at_once = max(1, size.batch // micro_batches)
+    document["train"] |= {"global_batch_size": 2 * at_once * micro_batches, "micro_batch_size": at_once}
+    document["parallel"]["data"] = 2
+    rounds = max(1, options.rounds // micro_batches)
+    by_rank: list[dict[int, float]] = LocalRanks().run(_sharded_steps, document, rounds, options.seconds)
+    return by_rank[0]
+
+
+def _sharded_steps(comm: Comm, spec: JobSpec, rounds: int, seconds: float) -> dict[int, float]:
+    """Blocks of steps of both stages in turn, in one order on all ranks."""
+    torch.set_num_threads(1)
+    train, steps = spec.train, {}
+    shape = (spec.model.sequence_length + 1, train.micro_batch_size)
+    for zero in (1, 3):
+        engine = Engine(spec.model_copy(update={"parallel": spec.layout.model_copy(update={"zero": zero})}), comm)
+        engine.initialise(train.seed)
+        tokens = [torch.randint(spec.model.vocabulary_size or 256, shape) for _ in range(spec.micro_batches)]
+        batch = [MicroBatch(range(train.micro_batch_size), each[:-1], each[1:]) for each in tokens]
+        steps[zero] = partial(engine.step, batch, train.global_batch_size, LEARNING_RATE, 0)
+    counts = torch.tensor([_steps_in(step, seconds) for step in steps.values()], dtype=torch.float64)
+    comm.all_reduce("world", counts, largest=True)
+    blocks = {
+        zero: partial(_block, step, int(count)) for (zero, step), count in zip(steps.items(), counts, strict=True)
+    }
+    taken: dict[int, list[float]] = {zero: [] for zero in blocks}
+    for _ in range(rounds):
+        for zero, block in blocks.items():
+            taken[zero] += block()
+    return {zero: statistics.median(values) for zero, values in taken.items()}
 
 
 def _steps_of(program: str, size: Size, seed: int) -> dict[str, Step]:

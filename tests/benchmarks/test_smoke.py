@@ -91,8 +91,14 @@ def test_bubble_benchmark_times_every_schedule_at_or_above_its_simulation(monkey
 @pytest.mark.soak
 def test_step_benchmark_times_the_engine_beside_plain_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "SIZES", {"tiny": step.Size(1, 32, 2, 8, 2, 256)})
-    report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01))
-    for name in ("tiny_engine_to_plain", "tiny_engine_to_transformers", "host_time_parallel_to_plain"):
+    monkeypatch.setattr(step, "SHARDED_SIZE", step.SIZES["tiny"])
+    report = step.measure(argparse.Namespace(seed=1, starts=1, rounds=1, seconds=0.01, only=None))
+    for name in (
+        "tiny_engine_to_plain",
+        "tiny_engine_to_transformers",
+        "host_time_parallel_to_plain",
+        "zero_3_to_1_m8",
+    ):
         assert report.figures[name].value > 0
 
 

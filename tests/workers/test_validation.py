@@ -30,11 +30,11 @@ def validation(every: int = 0, texts: tuple[str, ...] = ("own",), **train) -> Va
     held_out = [text(name) for name in texts]
     batches = SimpleNamespace(held_out=held_out, validation=lambda text, index: LOSSES[text.name][index])
 
-    def evaluate(batch):
+    def evaluate(batch, sequences):
         losses, tokens = batch
         return torch.tensor(losses, dtype=torch.float64), torch.tensor(tokens, dtype=torch.float64)
 
-    engine = SimpleNamespace(spec=job, pipeline=SimpleNamespace(evaluate=evaluate))
+    engine = SimpleNamespace(spec=job, evaluate=evaluate)
     return Validation(engine, batches, comm)
 
 

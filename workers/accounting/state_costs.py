@@ -24,7 +24,7 @@ def bytes_per_parameter(spec: JobSpec) -> int:
 
 def snapshot_bytes(spec: JobSpec) -> int:
     """Bytes that the snapshots of all ranks take together, except for less than 1 MiB per rank for notes and checksums.
-    With `zero: 1` each replica keeps its own part of the state, otherwise all of it. Backups on other nodes take the
+    From `zero: 1` on each replica keeps its own part of the state, otherwise all of it. Backups on other nodes take the
     same again. 0 if `checkpoint.snapshots` is off."""
     if spec.checkpoint.snapshots == "off":
         return 0

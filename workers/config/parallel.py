@@ -82,7 +82,7 @@ class ParallelConfig(Section):
     zero: Literal[0, 1, 2, 3] = 1
     """ZeRO stage (arXiv:1910.02054): what is sharded over the ranks that hold the same parameters. 0: nothing; 1: the
     optimizer state; 2: gradients as well, reduced for each micro-batch; 3: weights as well, gathered layer by layer for
-    each micro-batch (docs/parallelism.md)."""
+    each micro-batch (docs/parallelism.md). 2 and 3: without pipeline stages. Untested on GPUs (docs/tested.md)."""
     bucket_megabytes: PositiveFloat | Literal["auto"] = "auto"
     """Size of the buckets in which gradients are reduced over the data group during backward, in 10^6 bytes. auto: 25
     on a CPU; on a GPU 160, or 4 times the number of replicas if that is larger."""

@@ -21,6 +21,7 @@ from manta.workers.checkpoint import checkpointer
 from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute
 from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.data.units import ElasticUnitReduction, GatheredWeights, UnitReduction
 from manta.workers.parallel.data.zero import ArrivingParameters
 from manta.workers.parallel.tensor import products
 from manta.workers.snapshot import state_copy
@@ -199,6 +200,21 @@ def test_parameters_that_come_beside_the_next_forward_are_waited_for(corpus, tmp
         monkeypatch.setattr(ArrivingParameters, "wait_for", lambda *_: None)
     cuda = raced(job, 0, tmp_path)
     assert any("data" in race and COMPUTE in race for race in cuda.order.races) == forgets
+
+
+@pytest.mark.parametrize("deterministic", ["layout", "elastic"])
+@pytest.mark.parametrize(("zero", "forgets"), [(3, None), (3, "weights"), (2, "gradients")])
+def test_units_that_come_and_leave_are_waited_for(corpus, tmp_path, monkeypatch, zero, forgets, deterministic):
+    kind = {"schedule": "1f1b", "layout": (1, 1, 4), "zero": zero, "recompute": "full", "deterministic": deterministic}
+    job = job_of(PLAIN | kind | {"sequence_parallel": False}, corpus, train={"steps": 2})
+    monkeypatch.setattr(products.TorchProducts, "add_weight_gradient", added)
+    if forgets == "weights":
+        monkeypatch.setattr(GatheredWeights, "wait", GatheredWeights.start)
+    if forgets == "gradients":
+        monkeypatch.setattr(UnitReduction, "_take_leave", lambda self, buffer: self._leaving.__setitem__(buffer, None))
+        monkeypatch.setattr(ElasticUnitReduction, "finish", lambda self: self.reduced)  # nothing was added up
+    cuda = raced(job, 0, tmp_path)
+    assert any("data" in race and COMPUTE in race for race in cuda.order.races) == (forgets is not None)
 
 
 def offloading(corpus: str, layout: tuple[int, int, int], **parallel: object) -> JobSpec:

@@ -128,8 +128,8 @@ def _look(trainer: Trainer) -> RankOutcome:
         for part in optimizer.parts()
         for each in placed(engine, part.name, torch.cat(part.tensors), optimizer.held)
     ]
-    loaded += placed(engine, "model", optimizer.frozen, [optimizer.frozen_stored])
-    computing = placed(engine, "model", engine.flat.parameters, [(0, engine.flat.total_size)])
+    loaded += placed(engine, "model", optimizer.frozen, optimizer.frozen_stored)
+    computing = placed(engine, "model", engine.flat.parameters, engine.flat.values.ranges)
     return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 
 

@@ -349,13 +349,10 @@ class ElasticUnitReduction(UnitReduction):
     def finish(self) -> list[torch.Tensor]:
         """Add up the context ranks' sums, sum the tail within the replica, and return this rank's part of each
         bucket."""
-        for first, *others in self._sums.values():
+        for first, *others in (*self._sums.values(), self._tail_sums):
             for other in others:
                 torch._foreach_add_(first.total(), other.total())
-        tails = [each.total()[0] for each in self._tail_sums]
-        self.reduced[-1].copy_(tails[0])
-        for other in tails[1:]:
-            self.reduced[-1].add_(other)
+        self.reduced[-1].copy_(self._tail_sums[0].total()[0])
         self.comm.all_gather(self.comm.grid.holders, self.reduced[-1], self._tail)
         self.shared.sum()
         return self.reduced
