@@ -15,6 +15,7 @@ from s3_server import S3Server, environment_of, reached_at
 from benchmarks import (
     api,
     bubbles,
+    context,
     control_plane,
     dashboard,
     nanogpt,
@@ -86,6 +87,12 @@ def test_bubble_benchmark_times_every_schedule_at_or_above_its_simulation(monkey
     report = bubbles.measure(argparse.Namespace(seed=1, repetitions=1, wait=0.002))
     for kind in ("gpipe", "1f1b", "interleaved", "zbh1", "zbv"):
         assert report.figures[f"{kind}_m4_step"].value >= report.figures[f"{kind}_m4_simulated"].value
+
+
+@pytest.mark.soak
+def test_context_benchmark_compares_every_order_and_method() -> None:
+    report = context.measure(argparse.Namespace(seed=1, steps=1, turns=1, length=16))
+    assert all(report.figures[f"{kind}_to_{other}_busiest_rank"].value > 0 for kind, other in context.RATIOS)
 
 
 @pytest.mark.soak

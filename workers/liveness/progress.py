@@ -133,6 +133,8 @@ class Layout(ctypes.Structure):
 
 
 RECORD_BYTES = ctypes.sizeof(Layout)
+_FEWEST_BYTES = int(Layout.later_counts.offset)
+"""Length of the records of releases that do not count the later ones."""
 
 
 def _word(field: str) -> int:
@@ -403,7 +405,8 @@ class ProgressReader:
     def __init__(self, path: Path):
         """Raises OSError while there is no file, ValueError if the file is not a record."""
         with open_regular(path) as file:
-            self._memory = mmap.mmap(file.fileno(), RECORD_BYTES, prot=mmap.PROT_READ)
+            size = min(RECORD_BYTES, max(_FEWEST_BYTES, os.fstat(file.fileno()).st_size))
+            self._memory = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
 
     def close(self) -> None:
         """Release the mapping."""
@@ -411,13 +414,16 @@ class ProgressReader:
 
     def read(self) -> Record | None:
         """The current record; None until its writer has begun."""
-        before = self._memory[:]
+        before = self._copied()
         for _ in range(_READ_ATTEMPTS):
-            now = self._memory[:]
+            now = self._copied()
             if now == before and not Layout.from_buffer_copy(now).sequence % 2:
                 return _parse(now, torn=False)
             before = now
         return _parse(before, torn=True)
+
+    def _copied(self) -> bytes:
+        return self._memory[:].ljust(RECORD_BYTES, b"\0")
 
 
 def _parse(memory: bytes, torn: bool) -> Record | None:

@@ -43,6 +43,17 @@ def test_batches_do_not_depend_on_the_layout(corpus, data, micro, step):
     assert torch.equal(whole(corpus, data, micro, 0, True), whole(corpus, 1, 1, 0, True))
 
 
+def test_ranks_that_share_samples_have_their_runs_of_tokens_and_targets(corpus):
+    jobs = [spec(data=corpus, parallel={"context": 2, "context_order": order}) for order in ("zigzag", "contiguous")]
+    (all_of_it, *_) = Batches(spec(data=corpus), 0, CPU).training(3)
+    for job, runs in zip(jobs, ([[0, 1, 6, 7], [2, 3, 4, 5]], [[0, 1, 2, 3], [4, 5, 6, 7]]), strict=True):
+        for context, rows in enumerate(runs):
+            (part, *_) = Batches(job, 0, CPU, context=context).training(3)
+            assert part.samples == all_of_it.samples
+            assert torch.equal(part.inputs_sb, all_of_it.inputs_sb[rows])
+            assert torch.equal(part.targets_sb, all_of_it.targets_sb[rows])
+
+
 def test_batches_of_a_step_begin_where_the_step_before_ended(corpus):
     job = spec(data=corpus)
     order = Batches(job, 0, CPU).order

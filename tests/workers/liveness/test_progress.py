@@ -160,6 +160,16 @@ def test_progress_record_that_was_never_begun_reads_as_none(tmp_path):
         ProgressReader(path)
 
 
+def test_record_of_a_release_that_counts_less_is_read_with_zeros(tmp_path):
+    writer, path = Progress.shared(tmp_path, 0), progress_path(tmp_path, 0)
+    for what in COUNTED:
+        writer.entered(what)
+    path.write_bytes(path.read_bytes()[: progress.Layout.later_counts.offset])
+    reader = ProgressReader(path)
+    assert reader.read().counts == {**dict.fromkeys(COUNTED, 1), "context": 0, "holders": 0}
+    reader.close()
+
+
 def test_time_spent_waiting_in_a_step_is_not_the_ranks_own(pair, monkeypatch):
     writer, reader = pair
     monkeypatch.setattr(progress.time, "monotonic_ns", lambda: 5_000_000_000)

@@ -11,7 +11,7 @@ from engine_specs import axes, document, layout_of, spec
 
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.data.batches import MicroBatch
 from manta.workers.engine import Engine
 from manta.workers.model.layer import Layer
@@ -20,19 +20,21 @@ from manta.workers.parallel.pipeline import runtime
 from manta.workers.parallel.recompute import offload
 from manta.workers.parallel.tensor.cross_entropy import BY_BLOCKS, LossKernels
 from manta.workers.spec.reading import parse_job_spec
+from manta.workers.spec.sequence_runs import runs_of
 
 
-def batch(job: JobSpec) -> list[MicroBatch]:
-    """Two micro-batches of the whole global batch."""
+def batch(job: JobSpec, context: int) -> list[MicroBatch]:
+    """Two micro-batches of the whole global batch, as context rank `context` has them."""
     shape = (job.model.sequence_length + 1, 4)
     tokens = torch.randint(256, (2, *shape), generator=torch.Generator().manual_seed(3))
-    return [MicroBatch(range(4 * i, 4 * i + 4), part[:-1], part[1:]) for i, part in enumerate(tokens)]
+    whole = [MicroBatch(range(4 * i, 4 * i + 4), part[:-1], part[1:]) for i, part in enumerate(tokens)]
+    return [each.part(runs_of(job.layout, job.model.sequence_length, context)) for each in whole]
 
 
 def train(engine: Engine, steps: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of each step."""
     engine.initialise(1)
-    statistics = [engine.step(batch(engine.spec), 8, 1e-3, 0) for _ in range(steps)]
+    statistics = [engine.step(batch(engine.spec, engine.comm.index("context")), 8, 1e-3, 0) for _ in range(steps)]
     return [(each.loss, each.grad_norm) for each in statistics]
 
 
@@ -75,6 +77,17 @@ def test_compiled_layers_are_one_graph_and_give_the_same_numbers(ranks, family, 
     for rank, (numbers, graphs, breaks) in enumerate(ranks.run(layout_of(tensor=tensor), compiled, job, 3)):
         assert numbers == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
         assert (graphs, breaks) == (1, 0)
+
+
+@pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
+def test_attention_across_ranks_stays_out_of_compiled_layers(ranks, method):
+    layout = {"context": 2, "context_method": method}
+    job = document(model={"family": "llama", "layers": 6, "sliding_window": 5}, train={"micro_batch_size": 4})
+    job["parallel"] = layout
+    expected = ranks.run(ParallelConfig(**layout), plain, job, 2)
+    for rank, (numbers, graphs, _) in enumerate(ranks.run(ParallelConfig(**layout), compiled, job, 2)):
+        assert numbers == [pytest.approx(each, rel=1e-6) for each in expected[rank]]
+        assert graphs <= 5, "equal layers share what is before and after"
 
 
 def test_layers_with_8_bit_products_are_one_graph_too(ranks):

@@ -20,6 +20,7 @@ from stream_races import COMPUTE, OrderedWork, PretendedCuda, RaceRecorder, pret
 from manta.workers.checkpoint import checkpointer
 from manta.workers.config import JobSpec
 from manta.workers.parallel import recompute
+from manta.workers.parallel.context import ring
 from manta.workers.parallel.data import offloaded
 from manta.workers.parallel.data.units import ElasticUnitReduction, GatheredWeights, UnitReduction
 from manta.workers.parallel.data.zero import ArrivingParameters
@@ -176,6 +177,18 @@ def test_whole_steps_have_no_race_between_streams(corpus, tmp_path, family, sche
         cuda = raced(job, rank, tmp_path / str(rank))
         assert cuda.order.races == []
         assert cuda.made == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "forgets"), [("ring", False), ("ring", True), ("all_gather", False), ("all_to_all", False)]
+)
+def test_keys_and_values_of_other_ranks_are_waited_for(corpus, tmp_path, monkeypatch, method, forgets):
+    row = PLAIN | {"layout": (1, 2, 2), "sequence_parallel": False, "context_method": method, "recompute": "full"}
+    if forgets:
+        monkeypatch.setattr(ring, "_arrived", lambda tensor, work: tensor)
+    cuda = raced(job_of(row, corpus, train={"steps": 2}), 1, tmp_path)
+    assert any("context" in race and COMPUTE in race for race in cuda.order.races) == forgets
+    assert forgets or cuda.order.races == []
 
 
 def added(

@@ -121,7 +121,13 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
             "deterministic": st.sampled_from(["layout", "elastic"]),
         }
     ),
-    axes=st.fixed_dictionaries({"tensor": small, "pipeline": small, "data": small}),
+    axes=st.fixed_dictionaries(
+        {
+            **dict.fromkeys(("tensor", "pipeline", "data", "context"), small),
+            "context_method": st.sampled_from([None, "all_gather", "all_to_all", "ring"]),
+            "context_order": st.sampled_from([None, "zigzag", "contiguous"]),
+        }
+    ),
     schedule=schedules,
     virtual_stages=st.integers(1, 4),
     stage_layers=st.none() | st.lists(small, min_size=1, max_size=4),

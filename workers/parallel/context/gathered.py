@@ -26,16 +26,20 @@ class Gathering:
         self._comm, self.own = comm, segments(runs[comm.index("context")])
         self._all = segments(run for each in runs for run in each)
         """Runs of all ranks, at their rows among all ranks' rows."""
+        self._in_sequence = sorted(self._all, key=lambda segment: segment.first)
 
     def gather(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """[s, b, 2, g, d]: keys and values of the whole sequence, from this rank's [S, b, g, d]."""
         rows = self._comm.all_gather("context", torch.stack((k, v), 2))
-        in_sequence = sorted(self._all, key=lambda segment: segment.first)
-        return torch.cat([rows[each.rows(each.first, each.end)] for each in in_sequence])
+        if self._in_sequence == self._all:
+            return rows
+        return torch.cat([rows[each.rows(each.first, each.end)] for each in self._in_sequence])
 
     def scatter(self, grad: torch.Tensor) -> torch.Tensor:
         """[S, b, 2, g, d]: the sum over ranks of gradients [s, b, 2, g, d] of what was gathered."""
-        return self._comm.reduce_scatter("context", torch.cat([grad[each.first : each.end] for each in self._all]))
+        if self._in_sequence != self._all:
+            grad = torch.cat([grad[each.first : each.end] for each in self._all])
+        return self._comm.reduce_scatter("context", grad)
 
     def tiles(self, documents: Documents | None, window: int | None, rows: int | None) -> list[Tile]:
         """Tiles of this rank's queries: each run with all keys before it, and with itself."""

@@ -43,10 +43,11 @@ class TileKernels:
 
     def write_out(self, q: torch.Tensor, tile: Tile | None = None) -> bool:
         """Whether attention of q to the keys of `tile` (of any without a mask) is written out: so it is where no fused
-        kernel supports it. Those of GPUs have no masks, and 16 bits only."""
+        kernel supports it. Those of GPUs have no masks, 16 bits, and heads of up to 256 elements."""
         if self._written_out or not q.is_cuda:
             return self._written_out
-        return (tile is not None and tile.window is not None) or q.element_size() > 2 or q.shape[-1] % 8 > 0
+        is_masked, d = tile is not None and tile.window is not None, q.shape[-1]
+        return is_masked or q.element_size() > 2 or d % 8 > 0 or d > 256
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile

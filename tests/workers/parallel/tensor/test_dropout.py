@@ -290,6 +290,17 @@ def test_dropout_under_zb_v_matches_a_plain_model(ranks):
     assert by_rank[0][0].grad_norms == pytest.approx(norms, rel=1e-10)
 
 
+def test_dropout_of_ranks_that_share_a_sequence_matches_a_plain_model(ranks):
+    methods = ("all_gather", "all_to_all", "ring")
+    jobs = [job(MODELS[1], (1, 1, 2), context=2, context_method=each, recompute="selective") for each in methods]
+    arguments = jobs, [weights(1)] * 3, [batches()] * 3, torch.float64
+    by_rank = ranks.run(parse_job_spec(jobs[0]).layout, run_steps, *arguments)
+    losses, norms, _ = reference(1)
+    for steps in by_rank[0]:
+        assert steps.losses == pytest.approx(losses, rel=1e-10)
+        assert steps.grad_norms == pytest.approx(norms, rel=1e-10)
+
+
 def test_every_step_drops_other_elements():
     losses, _, _ = reference(0)
     plain = PlainGPT(parse_job_spec(job({}, (1, 1, 1)))).double().load(weights(0))
