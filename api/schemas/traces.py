@@ -44,6 +44,7 @@ class BudgetPart(Answer):
         "recomputation",
         "bubble",
         "tensor",
+        "context",
         "pipeline",
         "data",
         "optimizer",

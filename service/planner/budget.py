@@ -98,7 +98,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     """What each part is, and what would help: of the changes that the job's rules and sizes leave possible."""
     spec, layout, micro_batch = model.spec, model.spec.layout, model.spec.train.micro_batch_size
     replicas = f"{layout.data} replicas" if layout.data > 1 else "one replica"
-    replicas += f" of {layout.context} context ranks" if layout.context > 1 else ""
+    holders = replicas if layout.context == 1 else f"{layout.holders} ranks with the same parameters"
     # One that does not divide a replica's samples leaves a micro-batch incomplete, which takes as long as the others.
     sizes = (size for size in divisors(-(-spec.train.global_batch_size // layout.data)) if size > micro_batch)
     is_allowed = any(_breaks_nothing(spec, "train", micro_batch_size=size) for size in sizes)
@@ -137,8 +137,8 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
         ),
         "host": ("waiting for the host to launch kernels", _either(larger, compiled)),
         "bubble": _bubble(model, _either("a larger global batch", smaller, fewer)),
-        "gradients": _words_of_reductions(layout, replicas, _either(larger, fewer, "a larger batch")),
-        "optimizer": _words_of_update(model, replicas),
+        "gradients": _words_of_reductions(layout, holders, _either(larger, fewer, "a larger batch")),
+        "optimizer": _words_of_update(model, holders),
         "replicas": (f"waiting for the slowest of {replicas}", fewer),
     }
 
@@ -153,11 +153,11 @@ def _less_context(spec: JobSpec) -> Iterator[str]:
             yield f"parallel.context_method: {method}"
 
 
-def _words_of_reductions(layout: ParallelConfig, replicas: str, less: str) -> tuple[str, str]:
+def _words_of_reductions(layout: ParallelConfig, holders: str, less: str) -> tuple[str, str]:
     """`less`: what makes fewer of them, or gives them more to overlap with."""
     what = "gradient reductions" if layout.zero < 3 else "gathers of weights and gradient reductions"
     helps = less if layout.zero < 2 else f"{less}, or parallel.zero: 1 where memory allows"
-    return f"{what} over {replicas} that do not overlap with computing", helps
+    return f"{what} over {holders} that do not overlap with computing", helps
 
 
 def _either(*ways: str) -> str:

@@ -15,6 +15,8 @@ from manta.workers.spec.sequence_runs import runs_per_rank
 MASKED_ROWS = 1024
 """Most rows of a tile with a mask or with scores that are written out, unless a window is longer
 (`workers/parallel/context/tiles.py`)."""
+WIDEST = 256
+"""Largest head of a GPU's flash attention, in elements."""
 POSITIONS = 9
 """Bytes of which scores are hidden, for each: the distance of two positions, and whether it is hidden."""
 
@@ -42,7 +44,9 @@ class TilePasses:
         run = model.sequence_length // (layout.context * self.runs)
         written_out = spec.attention_is_explicit or model.dropout > 0
         if gpu:
-            written_out |= window is not None or self.width == WIDE or model.head_size % 8 > 0
+            written_out |= (
+                window is not None or self.width == WIDE or model.head_size % 8 > 0 or model.head_size > WIDEST
+            )
         rows, keys = run, run if self.ring else model.sequence_length - run
         if written_out or window is not None:
             rows = min(run, max(window or 0, MASKED_ROWS))
@@ -93,7 +97,7 @@ class TilePasses:
             self._bring(tape)
             tape.allocate(self.here * wide, self.result * wide)
             tape.allocate_briefly(self._tile)
-            tape.allocate_briefly(self.here * wide, own)
+            tape.allocate_briefly(self.here * wide if self.runs > 1 else 0, own)
         tape.allocate(self.own)
         tape.allocate(0 if wide == 1 else self.result)
         tape.free(tape.now - before - self.own - self.result)
@@ -115,5 +119,5 @@ class TilePasses:
             tape.allocate(self.own, self.own)
         else:
             tape.allocate_briefly(self.own, self.here)
-            tape.allocate_briefly(self.here, self.here)
+            tape.allocate_briefly(self.here, self.here if self.runs > 1 else 0)  # put in order
             tape.allocate(self.here)

@@ -23,7 +23,11 @@ const FIGURES = [
     "Time in which new steps were computed, of all time but queue and pauses.",
   ],
   ["Restarts", (job) => number(job.restarts)],
-  ["Layout", (job) => layout(job.parallel), "Ranks: tensor × pipeline × data parallel."],
+  [
+    "Layout",
+    (job) => (job.parallel.context > 1 ? layout(job.parallel).replace(/, context | × /g, "×") : layout(job.parallel)),
+    "Ranks: tensor × pipeline × data parallel, and × context parallel where sequences are split.",
+  ],
   ["Running time", (job) => duration(job.running_seconds), "Without queue and pauses."],
 ];
 

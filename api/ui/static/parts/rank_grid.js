@@ -20,6 +20,7 @@ const [SMALLEST, LARGEST] = [5, 48];
 const NOBODY = "No ranks have been placed yet.";
 const MOST_NAMED = 8;
 const [LEAST_LABELLED, LEAST_BLOCK, MARGIN, TIP_WIDTH] = [14, 66, 58, 320]; // pixels
+const CONTEXT_MARGIN = 56; // more, where rows are named after two axes
 
 /** The grid; `element` goes into the page. `onPick(rank)` is called when one is chosen. */
 export class RankGrid {
@@ -103,7 +104,7 @@ export class RankGrid {
       Math.max(SMALLEST, Math.floor(Math.sqrt((width * (this.compact ? 200 : 420)) / (this.ranks.length * 1.4)))),
     );
     const labelled = side >= LEAST_LABELLED && replicas <= 64;
-    const [left, top] = labelled ? [MARGIN, 30] : [0, 0];
+    const [left, top] = labelled ? [MARGIN + (contexts > 1 ? CONTEXT_MARGIN : 0), 30] : [0, 0];
     side = Math.max(SMALLEST, Math.min(side, Math.floor((width - gap - left) / stages)));
     const block = Math.max(stages * side + gap, labelled ? LEAST_BLOCK : 0);
     const across = Math.max(1, Math.min(replicas, Math.floor((width + gap - left) / block)));
@@ -129,7 +130,7 @@ export class RankGrid {
           align: "center",
         });
       for (let row = 0; row < rows && replica % across === 0; row += 1) {
-        const context = contexts > 1 ? `c${Math.floor(row / tensor)} ` : "";
+        const context = contexts > 1 ? `context ${Math.floor(row / tensor)}, ` : "";
         names.push({ x: x - 6, y: y + (row + 0.5) * side, name: `${context}tensor ${row % tensor}`, align: "right" });
       }
       return names;
@@ -323,5 +324,5 @@ function summaryOf(ranks, replaced) {
   };
   const slow = some(ranks.filter((rank) => rank.straggler).map((rank) => rank.rank));
   const fresh = some(replaced.keys());
-  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow ? `; slow: ${slow}` : ""}${fresh ? `; replaced by recoveries: ${fresh}` : ""}. Columns are pipeline stages, rows are tensor ranks.`;
+  return `${counted(ranks.length, "rank")} on ${counted(nodes, "node")}: ${counts}${slow ? `; slow: ${slow}` : ""}${fresh ? `; replaced by recoveries: ${fresh}` : ""}. Columns are pipeline stages, rows are tensor ranks${ranks.some((rank) => rank.context) ? " of each context rank" : ""}.`;
 }
