@@ -33,7 +33,7 @@ MAX_LISTED = 16
 _TRADES = (("tensor", "data"), ("tensor", "pipeline"), ("pipeline", "data"))
 """Pairs of axes between which a factor of two may move."""
 _CONTEXT_TRADES = (("context", "data"), ("context", "tensor"), ("context", "pipeline"))
-"""The same of long sequences, or of layouts that split them."""
+"""Advice for long sequences, or for layouts that split them."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class Rotary:
         self._angles_sd = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
         self._tables: dict[_Key, tuple[torch.Tensor, torch.Tensor]] = {}
         self._of_runs: dict[tuple[_Key, Positions], tuple[torch.Tensor, torch.Tensor]] = {}
-        """Their rows for positions that are not consecutive."""
+        """Rows of the tables for positions that are not consecutive."""
 
     def __call__(self, x: torch.Tensor, head_size: int, parts: int, rotated: int, run: ForwardPass) -> torch.Tensor:
         """x [s, b, ...], or [b, s, ...] with `batch_first`, whose last dimensions hold (head, part, d): the first

@@ -72,7 +72,7 @@ class Weight(NamedTuple):
     is_vector: bool = False
     """Whether it has no second dimension; `columns` is 1 then."""
     adapters: tuple[Rows, ...] = ()
-    """Those of its logical matrices that have an adapter (`train.lora`)."""
+    """Logical matrices of the weight that have an adapter (`train.lora`)."""
     rank: int = 0
     """Rank r of the adapters."""
 

@@ -191,7 +191,7 @@ class NewModule:
 
     module: LinearModule
     adapted: tuple[str, ...]
-    """Those of its logical matrices that have an adapter of ours, in the order of their rows."""
+    """Logical matrices of the weight that have an adapter of ours, in the order of their rows."""
 
     def name(self, end: str) -> str:
         """Name of matrix `end`, A or B."""

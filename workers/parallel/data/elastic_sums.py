@@ -118,7 +118,7 @@ class LeafReduction(Protocol):
     leaves: int
     """Micro-batches of the step's global batch."""
     own_leaves: range
-    """Those of this replica."""
+    """Micro-batches of this replica."""
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
         """Gather every holder's `parts` (`GradientReduction.gather`)."""

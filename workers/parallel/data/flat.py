@@ -77,9 +77,9 @@ class Unit:
     buffer: int
     """Which of the buffers of `UnitBuffers` it uses."""
     trained: tuple[Range, ...] = ()
-    """Its buckets."""
+    """Buckets of the unit."""
     frozen: tuple[Range, ...] = ()
-    """Its buckets of parameters that are not trained."""
+    """Buckets of the unit's parameters that are not trained."""
 
 
 class UnitBuffers:

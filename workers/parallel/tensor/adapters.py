@@ -117,7 +117,7 @@ class Adaptation:
     """The adapters of one or more products of the same input, in one pass of a micro-batch."""
 
     layers: tuple[LayerAdapters | None, ...]
-    """Those of each product."""
+    """Adapters of each product."""
     dropout: InputDropout | None
 
     @cached_property

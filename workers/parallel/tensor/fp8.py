@@ -74,7 +74,7 @@ class Fp8Products(TorchProducts):
             self._totals.add(weight.main_grad.data_ptr())  # type: ignore[attr-defined]
 
     def replace(self, weights: Sequence[nn.Parameter]) -> None:
-        """These of the weights are now where others were."""
+        """Some of the weights are now where others were."""
         for weight in weights:
             self._weights[weight.data_ptr()] = _Weight(weight)
 
