@@ -100,7 +100,8 @@ class Engine:
         """Make the reduction of gradients; returns the sums of a step, and what the pipeline calls when it is done with
         an action and has added to a gradient."""
         spec, flat, comm = self.spec, self.flat, self.comm
-        shared, elastic = SharedGradients(flat, comm, spec.layout.sequence_parallel_on), spec.train.deterministic == "elastic"
+        shared = SharedGradients(flat, comm, spec.layout.sequence_parallel_on)
+        elastic = spec.train.deterministic == "elastic"
         if elastic and not flat.by_unit:
             tree = self.reduction = ElasticReduction(flat, comm, shared, spec, self.model.chunks)
             return ElasticStepSums(comm, tree), tree.done, None
