@@ -21,7 +21,7 @@ from manta.workers.model.stage import (
     parts_in_order,
     wait_before_parts,
 )
-from manta.workers.parallel.data.agreement import CountedNorm, StepStatistics, StepSums
+from manta.workers.parallel.data.agreement import CountedNorm, Loss, StepStatistics, StepSums
 from manta.workers.parallel.data.elastic_sums import ElasticReduction, ElasticStepSums
 from manta.workers.parallel.data.flat import FlatParameters, Unit
 from manta.workers.parallel.data.loss_scaling import LossScale
@@ -65,35 +65,17 @@ class Engine:
             self.model = ModelStage(spec, comm, products)
         bucket_bytes = layout.bucket_bytes(comm.device.type == "cuda")
         decayed = spec.train.optimizer.weight_decay_groups
-        holder = comm.index(comm.grid.holders)
         self.flat = FlatParameters(
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
             zero=layout.sharding,
-            holder=holder,
+            holder=comm.index(comm.grid.holders),
         )
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)
-        shared = SharedGradients(self.flat, comm, layout.sequence_parallel_on)
         self.units: UnitPasses | None = None
         """Under ZeRO 2 and 3, what happens before and after each unit computes."""
         self.reduction: GradientReduction
-        sums: StepSums = StepSums(comm, CountedNorm(self.flat, self.flat.parts(holder), comm.index("tensor")))
-        when_done: Callable[[Action], None] | None = None
-        when_added: Callable[[torch.nn.Parameter], None] | None = None
-        if self.flat.by_unit:
-            kind = ElasticUnitReduction if spec.train.deterministic == "elastic" else UnitReduction
-            by_unit = self.reduction = kind(self.flat, comm, shared, self._uses(), spec)
-            if isinstance(by_unit, ElasticUnitReduction):
-                sums = ElasticStepSums(comm, by_unit)
-            when_done, when_added = by_unit.done, by_unit.added
-            self.units = self._unit_passes(by_unit, fp8)
-        elif spec.train.deterministic == "elastic":
-            elastic = ElasticReduction(self.flat, comm, shared, spec, self.model.chunks)
-            self.reduction, sums = elastic, ElasticStepSums(comm, elastic)
-            when_done = elastic.done
-        else:
-            self.reduction = GradientReduction(self.flat, comm, shared, self._uses())
-            when_added = self.reduction.added if self.reduction.overlaps else None
+        sums, when_done, when_added = self._make_reduction(fp8)
         if new_recording is None and comm.device.type == "cuda":
             new_recording = CudaRecording
         self.pipeline: Pipeline
@@ -112,6 +94,28 @@ class Engine:
             compile_layers(self.model)
         self.loss_scale = LossScale(spec.train.precision == "fp16")
 
+    def _make_reduction(
+        self, fp8: Fp8Products | None
+    ) -> tuple[StepSums, Callable[[Action], None] | None, Callable[[torch.nn.Parameter], None] | None]:
+        """Make the reduction of gradients; returns the sums of a step, and what the pipeline calls when it is done with
+        an action and has added to a gradient."""
+        spec, flat, comm = self.spec, self.flat, self.comm
+        shared, elastic = SharedGradients(flat, comm, spec.layout.sequence_parallel_on), spec.train.deterministic == "elastic"
+        if elastic and not flat.by_unit:
+            tree = self.reduction = ElasticReduction(flat, comm, shared, spec, self.model.chunks)
+            return ElasticStepSums(comm, tree), tree.done, None
+        if elastic:
+            by_round = self.reduction = ElasticUnitReduction(flat, comm, shared, self._uses(), spec)
+            self.units = self._unit_passes(by_round, fp8)
+            return ElasticStepSums(comm, by_round), by_round.done, by_round.added
+        sums = StepSums(comm, CountedNorm(flat, flat.parts(flat.holder), comm.index("tensor")))
+        if flat.by_unit:
+            by_unit = self.reduction = UnitReduction(flat, comm, shared, self._uses(), spec)
+            self.units = self._unit_passes(by_unit, fp8)
+            return sums, by_unit.done, by_unit.added
+        self.reduction = GradientReduction(flat, comm, shared, self._uses())
+        return sums, None, self.reduction.added if self.reduction.overlaps else None
+
     def _unit_passes(self, reduction: UnitReduction, fp8: Fp8Products | None) -> UnitPasses:
         """The passes of this rank's units, around which the model calls them."""
         linear = defaultdict(list)
@@ -126,7 +130,8 @@ class Engine:
                 compiled_operators.enter(module)
 
         weights = GatheredWeights(self.flat, self.comm, arrived) if self.flat.zero == 3 else None
-        passes = UnitPasses(parts_in_order(self.model), self.flat, reduction, weights)
+        looks_up = self.spec.model.family != "custom"  # whose embeddings may compute anything
+        passes = UnitPasses(parts_in_order(self.model), self.flat, reduction, weights, looks_up)
         call_around_parts(self.model, passes.before, passes.after)
         return passes
 
@@ -175,12 +180,7 @@ class Engine:
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
-            rounds = most_micro_batches(sequences, self.spec)
-            if self.units is not None:
-                self.units.begin(rounds)
-            loss = self.pipeline.train(batch, scale)
-            if self.units is not None:
-                self.units.idle(rounds - len(batch), training=True)
+            loss = self._passes(batch, sequences, scale)
             statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
@@ -190,6 +190,18 @@ class Engine:
             if not math.isfinite(statistics.loss) or not self.loss_scale.after_overflow():
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
+
+    def _passes(self, batch: list[MicroBatch], sequences: int, scale: float) -> Loss:
+        """Forward and backward of this replica's micro-batches."""
+        if self.units is None:
+            return self.pipeline.train(batch, scale)
+        rounds = most_micro_batches(sequences, self.spec)
+        self.units.begin(rounds)
+        loss = self.pipeline.train(batch, scale)
+        if rounds > len(batch):
+            with self.comm.step.phase("reduction"):
+                self.units.idle(rounds - len(batch), training=True)
+        return loss
 
     def evaluate(self, batch: list[MicroBatch], sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Forward of this replica's micro-batches of a global batch of `sequences`; returns what `Pipeline.evaluate`

@@ -53,6 +53,7 @@ LAYOUTS = [
     {"recompute": "selective", "recompute_modules": ["norm", "core_attention"]},
     {**axes((2, 2, 2)), "recompute": "full"},
     {**axes((2, 2, 1)), "schedule": "zb-v", "virtual_stages": 2},
+    {**axes((2, 1, 2)), "zero": 3, "recompute": "full"},
 ]
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
+from manta.workers.errors import ModelError
 from manta.workers.parallel.data.elastic_sums import shared_leaves
 from manta.workers.parallel.data.flat import FlatParameters, Range, Slot, Unit, UnitBuffers
 from manta.workers.parallel.data.reduction import GradientReduction, SharedGradients
@@ -367,21 +368,32 @@ class UnitPasses:
         flat: FlatParameters,
         reduction: UnitReduction,
         weights: GatheredWeights | None,
+        looks_up: bool,
     ):
-        """`parts`: embedding, layers and output layer, in their order; `weights`: under ZeRO 3."""
+        """`parts`: embedding, layers and output layer, in their order; `weights`: under ZeRO 3; `looks_up`: whether the
+        embedding only looks rows up, so that its backward does not read its weights. Raises ModelError if there are
+        matrices elsewhere."""
         self._reduction, self._weights = reduction, weights
         units_of = [[flat.unit_of(parameter) for parameter in part.parameters()] for part in parts]
         self._units = [next((unit for unit in units if unit is not None), None) for units in units_of]
+        elsewhere = {unit.name for unit in flat.units} - {unit.name for unit in self._units if unit is not None}
+        if elsewhere:
+            raise ModelError(
+                f"parallel.zero: {flat.zero} handles matrices of the embedding, of layers and of the output layer, and "
+                f"{min(elsewhere)} has some too: use parallel.zero: 1"
+            )
+        self._first_read = 1 if looks_up else 0
+        """The first part whose weights backward reads."""
         self._numbers: dict[nn.Module, int] = {part: number for number, part in enumerate(parts)}
         trained = [any(parameter.requires_grad for parameter in part.parameters()) for part in parts]
         self._reached = [any(trained[: number + 1]) for number in range(len(parts))]
         """Whether backward reaches each part."""
         self._last = len(parts) - 1
-        layers = [number for number in range(1, self._last) if self._reached[number]]
-        self._lowest = layers[0] if layers else None
-        """The last layer that backward reaches."""
+        reading = [number for number in range(self._first_read, self._last) if self._reached[number]]
+        self._lowest = reading[0] if reading else None
+        """The part that is the last one of backward to read weights."""
         self._rounds = 0
-        """Micro-batches of the step whose backward has not reached that layer."""
+        """Micro-batches of the step whose backward has not reached that part."""
 
     def begin(self, rounds: int = 0) -> None:
         """A step of `rounds` micro-batches on the rank that has most begins, or an evaluation."""
@@ -417,14 +429,14 @@ class UnitPasses:
             self._weights.start(unit)
 
     def _backward(self, number: int) -> None:
-        """Backward of a part but the output layer begins. The embedding's does not read its weights."""
+        """Backward of a part but the output layer begins."""
         unit = self._units[number]
-        if self._weights is not None and number > 0:
+        if self._weights is not None and number >= self._first_read:
             if unit is not None:
                 self._weights.wait(unit)
             self._rounds -= number == self._lowest
             if number != self._lowest:
-                self._start(reversed(self._units[1:number]))
+                self._start(reversed(self._units[self._first_read : number]))
             elif self._rounds:
                 self._start(self._units)
         if unit is not None:
