@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from benchmarks.support import own_processes
-from benchmarks.support.chaos_schedule import SLOW_SECONDS, STEPS, Layout, Schedule, schedule
+from benchmarks.support.chaos_schedule import SLOW_SECONDS, STEPS, Job, Schedule, schedule
 from benchmarks.support.chaos_strikes import Target, strike, struck
 from benchmarks.support.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
 from benchmarks.support.ray_view import RayView
 from benchmarks.support.report import Report, deliver, parser
+from manta.workers.checkpoint.catalog import manifest_of
 
 NO_WEIGHTS = "no checkpoint of the last step"
 JOB_SECONDS = 400.0
@@ -61,13 +62,13 @@ def measure(options: argparse.Namespace) -> Report:
     report.add("recoveries", recoveries, "recoveries")
     report.add("seconds_a_schedule", round((time.monotonic() - began) / max(1, len(numbers)), 2), "s")
     report.samples["failed"] = failed
-    report.settings = {"steps": STEPS, "job": schedule(options.seed, 0).job(options.seed)}
+    report.settings = {"steps": STEPS, "job": schedule(options.seed, 0).job.document(options.seed)}
     return report
 
 
 @dataclass(frozen=True)
 class Clean:
-    """What a layout's job ends with when nothing befalls it."""
+    """What a job ends with when nothing befalls it."""
 
     rows: dict[int, tuple[Any, Any, Any]]
     weights: str
@@ -89,13 +90,13 @@ class Soak:
 
     def __init__(self, service: OwnService, ray: RayView, seed: int):
         self._service, self._ray, self._seed = service, ray, seed
-        self._clean: dict[tuple[Layout, int], Clean] = {}
+        self._clean: dict[Job, Clean] = {}
 
     def run(self, drawn: Schedule) -> Outcome:
         """Run one schedule, and compare it with the clean run."""
         clean, began, outcome = self._clean_run(drawn), time.monotonic(), Outcome()
         outcome.problems += clean.problems
-        job_id = self._service.client.submit(drawn.job(self._seed)).id
+        job_id = self._service.client.submit(drawn.job.document(self._seed)).id
         target = Target(self._service, job_id, drawn.ranks)
         try:
             self._befall(target, drawn)
@@ -119,9 +120,9 @@ class Soak:
             strike(target, what)
 
     def _clean_run(self, drawn: Schedule) -> Clean:
-        key = (drawn.layout, drawn.zero)
-        if key not in self._clean:
-            job_id = self._service.client.submit(drawn.job(self._seed)).id
+        job = drawn.job
+        if job not in self._clean:
+            job_id = self._service.client.submit(job.document(self._seed)).id
             self._service.succeed(job_id, JOB_SECONDS)
             problems = self._left(job_id)
             if self._service.client.recoveries(job_id).items:
@@ -129,8 +130,8 @@ class Soak:
             weights = self._weights(job_id)
             if weights == NO_WEIGHTS:
                 problems.append("the clean run has no weights to compare with")
-            self._clean[key] = Clean(self._service.rows(job_id), weights, problems)
-        return self._clean[key]
+            self._clean[job] = Clean(self._service.rows(job_id), weights, problems)
+        return self._clean[job]
 
     def _differences(self, job_id: str, clean: Clean) -> list[str]:
         rows, wrong = self._service.rows(job_id), []
@@ -168,24 +169,25 @@ class Soak:
 
 
 def weights_of(path: Path) -> str:
-    """A hash of all tensors of the checkpoint at `path`, by name."""
+    """A hash of all tensors of the checkpoint at `path`, and of those that it refers to, by name."""
     # These take a second, also for a test that is only collected.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = dcp.FileSystemReader(path)
-    entries = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in sorted(entries.items())
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    with warnings.catch_warnings(action="ignore"):  # one process is what is meant
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    digest = hashlib.sha256()
-    for name, tensor in state.items():
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    digest, frozen = hashlib.sha256(), manifest_of(path).frozen
+    for folder in (path, path.parent / frozen.folder) if frozen is not None else (path,):
+        reader = dcp.FileSystemReader(folder)
+        entries = reader.read_metadata().state_dict_metadata
+        state = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in sorted(entries.items())
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with warnings.catch_warnings(action="ignore"):  # one process is what is meant
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        for name, tensor in state.items():
+            digest.update(name.encode())
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +16,27 @@ SLOW_SECONDS = 0.03
 MAX_STRIKES = 3
 MAX_RESTARTS = 40
 
-Layout = tuple[int, int, int]
+Layout = tuple[int, int, int, int]
 LAYOUTS: tuple[Layout, ...] = (
-    (1, 1, 2),
-    (2, 1, 1),
-    (1, 2, 1),
-    (1, 1, 3),
-    (2, 1, 2),
-    (1, 2, 2),
-    (2, 2, 1),
-    (1, 1, 4),
-    (4, 1, 1),
-    (2, 1, 3),
-    (2, 2, 2),
+    (1, 1, 1, 2),
+    (2, 1, 1, 1),
+    (1, 2, 1, 1),
+    (1, 1, 2, 1),
+    (1, 1, 1, 3),
+    (2, 1, 1, 2),
+    (1, 2, 1, 2),
+    (1, 1, 2, 2),
+    (2, 2, 1, 1),
+    (1, 1, 1, 4),
+    (4, 1, 1, 1),
+    (2, 1, 2, 1),
+    (1, 2, 2, 1),
+    (2, 1, 1, 3),
+    (2, 2, 1, 2),
+    (2, 1, 2, 2),
 )
-"""(tensor, pipeline, data)."""
+"""(tensor, pipeline, context, data)."""
+METHODS = ("all_gather", "ring", "all_to_all")
 IN_STEP = ("data", "forward", "backward", "reduction", "optimizer", "snapshot", "checkpoint")
 HANGS_IN = ("data", "forward", "backward", "reduction", "optimizer")
 WAYS = {
@@ -86,39 +93,41 @@ class Strike:
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """One job, and what befalls it."""
+class Job:
+    """What trains."""
 
-    number: int
     layout: Layout
-    zero: int
-    strikes: tuple[Strike, ...]
+    zero: int = 1
+    method: str | None = None
+    """Of context parallelism."""
+    adapters: bool = False
+    """Whether only low-rank adapters are trained."""
 
     @property
-    def ranks(self) -> int:
-        """Ranks of the job."""
-        tensor, pipeline, data = self.layout
-        return tensor * pipeline * data
-
-    @property
-    def sentence(self) -> str:
+    def name(self) -> str:
         """For people."""
-        what = ", ".join(
-            f"{strike.way} ({strike.phase}) of rank {strike.rank} at {strike.step}" for strike in self.strikes
-        )
-        return f"{'x'.join(str(size) for size in self.layout)} zero {self.zero}: {what}"
+        sizes = "x".join(str(size) for size in self.layout)
+        return f"{sizes} zero {self.zero}" + f" {self.method}" * (self.method is not None) + " lora" * self.adapters
 
-    def job(self, seed: int) -> dict[str, Any]:
-        """The job's document, which the schedule's number does not change: clean runs can be shared."""
-        tensor, pipeline, data = self.layout
+    def document(self, seed: int) -> dict[str, Any]:
+        """For submission."""
+        tensor, pipeline, context, data = self.layout
         return {
-            "name": f"chaos {'x'.join(str(size) for size in self.layout)} zero {self.zero}",
+            "name": f"chaos {self.name}",
             "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32},
             "data": {"source": "python-stdlib", "tokenizer": "bytes"},
-            "train": {"steps": STEPS, "global_batch_size": 12, "micro_batch_size": max(1, 6 // data), "seed": seed},
+            "train": {
+                "steps": STEPS,
+                "global_batch_size": 12,
+                "micro_batch_size": max(1, 6 // data),
+                "seed": seed,
+                "lora": {"rank": 4, "dropout": 0.1} if self.adapters else None,
+            },
             "parallel": {
                 "tensor": tensor,
                 "pipeline": pipeline,
+                "context": context,
+                "context_method": self.method,
                 "data": data,
                 "zero": self.zero,
                 "sequence_parallel": tensor > 1,
@@ -128,20 +137,50 @@ class Schedule:
         }
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """One job, and what befalls it."""
+
+    number: int
+    job: Job
+    """Its document does not depend on the schedule's number: clean runs can be shared."""
+    strikes: tuple[Strike, ...]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the job."""
+        return math.prod(self.job.layout)
+
+    @property
+    def sentence(self) -> str:
+        """For people."""
+        what = ", ".join(
+            f"{strike.way} ({strike.phase}) of rank {strike.rank} at {strike.step}" for strike in self.strikes
+        )
+        return f"{self.job.name}: {what}"
+
+
 def schedule(seed: int, number: int) -> Schedule:
     """The schedule number `number` of `seed`. Every way comes first in one of as many schedules in a row."""
     draw = random.Random(f"{seed} {number}")
-    layout = draw.choice(LAYOUTS)
-    ranks = layout[0] * layout[1] * layout[2]
-    zero = draw.choice((0, 1)) if layout[2] > 1 else 0
+    job = _job(draw)
     first = list(WAYS)[number % len(WAYS)]
     more = draw.choices([way for way in WAYS if way not in CONTROL], k=draw.randint(0, MAX_STRIKES - 1))
     # While the control plane comes back the job goes on, perhaps to its end: nothing else can be sure to befall it.
     ways = [first] if first == "control_starting" else [*more, first] if first in CONTROL else [first, *more]
     ways = ["kill" if way in ERRORS and way in ways[:at] else way for at, way in enumerate(ways)]
     steps = sorted(draw.randint(FIRST_STRIKE, LAST_STRIKE) for _ in ways)
+    ranks = math.prod(job.layout)
     strikes = [_strike(way, step, ranks, draw) for way, step in zip(ways, steps, strict=True)]
-    return Schedule(number, layout, zero, tuple(strikes))
+    return Schedule(number, job, tuple(strikes))
+
+
+def _job(draw: random.Random) -> Job:
+    layout = draw.choice(LAYOUTS)
+    _, pipeline, context, data = layout
+    stages = (0, 1) if pipeline > 1 else (0, 1, 2, 3)
+    zero = draw.choice(stages) if context * data > 1 else 0
+    return Job(layout, zero, draw.choice(METHODS) if context > 1 else None, draw.random() < 0.3)
 
 
 def _strike(way: str, step: int, ranks: int, draw: random.Random) -> Strike:
@@ -160,18 +199,21 @@ def _strike(way: str, step: int, ranks: int, draw: random.Random) -> Strike:
 def short_form() -> list[Schedule]:
     """A few schedules of different kinds, for the test suite."""
     return [
-        Schedule(0, (2, 1, 2), 1, (Strike("kill", 10, 3, 0, "backward"), Strike("kill_recovering", 30, 0, 2))),
-        Schedule(1, (1, 2, 2), 1, (Strike("stop", 10, 2, 0), Strike("partition", 30, 1, 0, "reduction", 0.1))),
+        Schedule(0, Job((2, 1, 1, 2)), (Strike("kill", 10, 3, 0, "backward"), Strike("kill_recovering", 30, 0, 2))),
+        Schedule(1, Job((2, 1, 1, 2), 3), (Strike("stop", 10, 2, 0), Strike("partition", 30, 1, 0, "reduction", 0.1))),
         Schedule(
             2,
-            (2, 1, 2),
-            1,
+            Job((1, 1, 2, 2), 3, "ring", adapters=True),
             (
                 Strike("snapshot_flipped", 10, 1, 0, salt=5),
                 Strike("checkpoint_flipped", 25, 1, 0, salt=9),
                 Strike("agent", 35, 2, 0),
             ),
         ),
-        Schedule(3, (1, 2, 2), 1, (Strike("exception", 10, 3, 0, "optimizer"), Strike("control_recovering", 30, 1, 0))),
-        Schedule(5, (1, 2, 2), 1, (Strike("store", 10, 0, 3), Strike("node", 30, 1, 0, "forward"))),
+        Schedule(
+            3, Job((1, 2, 1, 2)), (Strike("exception", 10, 3, 0, "optimizer"), Strike("control_recovering", 30, 1, 0))
+        ),
+        Schedule(
+            5, Job((1, 2, 2, 1), 1, "all_gather"), (Strike("store", 10, 0, 3), Strike("node", 30, 1, 0, "forward"))
+        ),
     ]

@@ -1,4 +1,4 @@
-"""Any of thirteen layouts reads what any other wrote: parameters and moments to the bit."""
+"""Any of seventeen layouts reads what any other wrote: parameters and moments to the bit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "d2 zero 0": {"data": 2, "zero": 0},
     "d3 small buckets": {"data": 3, **SMALL},
     "t2 d3 zero 3": {"tensor": 2, "data": 3, "zero": 3},
-    "d2 zero 2": {"data": 2, "zero": 2},
+    "c2 d2 zero 2": {"context": 2, "context_method": "all_to_all", "data": 2, "zero": 2},
     "p2 interleaved d2 small buckets": {
         "pipeline": 2, "schedule": "interleaved", "virtual_stages": 2, "data": 2, **SMALL,
     },
@@ -50,7 +50,8 @@ GOING_ON = (
     "t4",
     "p2 d2, one layer and three",
     "t2 d3 zero 3",
-    "d2 zero 2",
+    "c2 d2 zero 2",
+    "c4 zero 0",
     "p2 interleaved d2 small buckets",
     "p2 zb-h1 d3 small buckets",
 )
@@ -97,22 +98,34 @@ def resaved(first, ranks, corpus, tmp_path_factory) -> dict[str, Resaved]:
     return {name: resaved_by(name, TIED, first.path, ranks, corpus, folder / name) for name in LAYOUTS}
 
 
-def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path) -> RankFiles:
+def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path, **train: Any) -> RankFiles:
     """Train from the start in one layout, and save."""
-    document = job(corpus, LAYOUTS[layout], model=model)
+    document = job(corpus, LAYOUTS[layout], model=model, train=train)
     by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
-    written = RankFiles(newest(folder), state_by_torch(newest(folder)))
+    written = RankFiles(newest(folder), content_of(newest(folder)))
     assert_is(written.content, (each for rank in by_rank for each in rank.loaded))
-    assert all(tensor.count_nonzero() for tensor in written.content.values())
+    assert all(tensor.count_nonzero() for tensor in state_by_torch(written.path).values()), "all has been trained"
     return written
 
 
-def resaved_by(layout: str, model: dict[str, Any], path: Path, ranks: Any, corpus: str, folder: Path) -> Resaved:
+def resaved_by(
+    layout: str, model: dict[str, Any], path: Path, ranks: Any, corpus: str, folder: Path, **train: Any
+) -> Resaved:
     """Load in another layout, and save from there."""
-    document, more = job(corpus, LAYOUTS[layout], model=model), int(layout in GOING_ON)
+    document, more = job(corpus, LAYOUTS[layout], model=model, train=train), int(layout in GOING_ON)
     arguments = (document, str(path), SAVED_STEP, str(folder), more)
     by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), load_and_save, *arguments)
     return Resaved(newest(folder), by_rank)
+
+
+def content_of(path: Path) -> Whole:
+    """A checkpoint's tensors by torch's own reader, with those that it refers to. Each element is written once."""
+    frozen, content = manifest_of(path).frozen, {}
+    for each in (path, path.parent / frozen.folder) if frozen else (path,):
+        content |= state_by_torch(each)
+        for name, entry in metadata_by_torch(each).state_dict_metadata.items():
+            assert sum(chunk.sizes.numel() for chunk in entry.chunks) == entry.size.numel(), name
+    return content
 
 
 def assert_is(content: Whole, parts: Iterable[Placed]) -> None:
@@ -133,7 +146,7 @@ def assert_kept(written: RankFiles, resaved: Resaved) -> None:
     manifest = verify(resaved.path)
     assert manifest.blocks is not None
     assert manifest.files.keys() == manifest.blocks.keys()
-    saved = state_by_torch(resaved.path)
+    saved = content_of(resaved.path)
     assert saved.keys() == written.content.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in written.content.items())
 
@@ -144,14 +157,14 @@ def test_state_loaded_and_saved_by_every_layout_is_bit_equal(first, resaved, lay
 
 
 @pytest.mark.parametrize(
-    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(15), id="all", marks=pytest.mark.soak)]
+    "distances", [pytest.param((5,), id="each from another"), pytest.param(range(17), id="all", marks=pytest.mark.soak)]
 )
 def test_checkpoint_of_any_layout_is_read_bit_for_bit_by_any_other(first, resaved, corpus, distances):
-    """Each layout reads what those so far behind it in the list wrote; `all` are 225 pairs. The writers are those of
+    """Each layout reads what those so far behind it in the list wrote; `all` are 289 pairs. The writers are those of
     the test above, where each wrote in its own processes what it had loaded; here each rank of each reader loads all
     that it would need, by itself, as it does in a restore."""
     names = list(LAYOUTS)
-    assert len(names) == 15
+    assert len(names) == 17
     for place, name in enumerate(names):
         readers = set(readers_of(job(corpus, LAYOUTS[name], model=TIED)))
         for writer in (names[place - distance] for distance in distances):
@@ -180,6 +193,16 @@ def test_untied_embeddings_and_biases_are_bit_equal_over_a_chain_of_layouts(rank
         resaved = resaved_by(layout, UNTIED, path, ranks, corpus, tmp_path / layout)
         assert_kept(written, resaved)
         path = resaved.path
+
+
+def test_frozen_weights_in_units_are_written_once_and_read_bit_for_bit_by_other_layouts(ranks, corpus, tmp_path):
+    train = {"lora": {"rank": 3}}
+    written = written_by("t2 d3 zero 3", TIED, ranks, corpus, tmp_path, **train)
+    for layout in ("c2 d2 zero 2", "p2 interleaved d2 small buckets"):
+        resaved = resaved_by(layout, TIED, written.path, ranks, corpus, tmp_path, **train)
+        assert_kept(written, resaved)
+        assert manifest_of(resaved.path).frozen == manifest_of(written.path).frozen is not None
+        assert resaved.path != written.path
 
 
 def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], int]]:

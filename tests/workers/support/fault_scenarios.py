@@ -21,7 +21,7 @@ BAD_STEP = 3
 MAX_RANKS = 8
 Layout = tuple[int, int, int]
 """(tensor, pipeline, data)."""
-LAYOUTS: tuple[Layout, ...] = ((2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 2, 1), (2, 2, 1))
+LAYOUTS: tuple[Layout, ...] = ((2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 2, 1), (2, 2, 1), (1, 1, 2))
 
 FACTORS: Factors = {
     "backend": ("links", "process_groups"),
@@ -32,7 +32,7 @@ FACTORS: Factors = {
     "context_method": (None, "all_gather", "all_to_all", "ring"),
     "deterministic": ("layout", "elastic"),
     "precision": ("fp32", "bf16", "fp16"),
-    # How the second generation differs: not at all, or it has other replicas, or fewer ranks in each of them.
+    # How the second generation differs: not at all, or it has other replicas, or another number of ranks in each.
     "change": ("none", "fewer", "more", "reshape"),
     "first": ("cut", "kill", "rest", "pause"),
     # During the second generation, which recovers from the first event.
@@ -47,6 +47,7 @@ FACTORS: Factors = {
     "compares": (False, True),
     "dropout": (0.0, 0.1),
     "frozen": ((), ("embedding",)),
+    "lora": (False, True),
     "recompute": ("none", "selective"),
     "gather": ("after_update", "beside_forward"),
     # What is done about a step whose numbers are bad.
@@ -55,7 +56,7 @@ FACTORS: Factors = {
     "heard": (True, False),
 }
 
-FEW = ("34", "49", "543", "47", "446", "31", "104", "33")
+FEW = ("1423", "467", "3088", "2372", "1605", "458", "685", "3192")
 """Seeds of drawn scenarios of few ranks that together have every value of every factor."""
 
 Kind = Literal["cut", "kill", "rest", "pause"]
@@ -127,7 +128,7 @@ def scenario_of(row: Row, seed: str, corpus: str) -> Scenario:
         raise NotWanted("that is after the update too")
     if row["bad"] != "none" and row["precision"] == "fp16":
         raise NotWanted("that is the loss scale's to mend")
-    first = _parallel(row, row["layout"])
+    first = _parallel(row, row["layout"], _contexts(row))
     second = _changed(row, draw)
     third = first if row["back"] else second
     moves = row["moves"]
@@ -164,18 +165,20 @@ def drawn_scenario(seed: str, corpus: str) -> tuple[Row, Scenario] | None:
         row["bad"] = "none"
     if row["precision"] != "bf16" or not row["zero"]:
         row["gather"] = "after_update"
+    if row["lora"]:
+        row["frozen"] = ()
     try:
         return row, scenario_of(row, seed, corpus)
     except (SpecError, NotWanted):
         return None
 
 
-def _parallel(row: Row, layout: Layout) -> dict[str, Any]:
+def _parallel(row: Row, layout: Layout, context: int) -> dict[str, Any]:
     tensor, pipeline, _ = layout
     schedule = row["schedule"] if pipeline > 1 else "1f1b"
-    keys = {key: row[key] for key in ("zero", "recompute", "gather", "context_method")}
-    keys["context"] = _contexts(row)
+    keys = {key: row[key] for key in ("zero", "recompute", "gather")}
     keys |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    keys |= {"context": context, "context_method": row["context_method"] if context > 1 else None}
     return {**axes(layout), **keys, "sequence_parallel": tensor > 1, "bucket_megabytes": 0.01}
 
 
@@ -186,20 +189,23 @@ def _contexts(row: Row) -> int:
 def _changed(row: Row, draw: random.Random) -> dict[str, Any]:
     """The layout of the second generation. Raises NotWanted."""
     tensor, pipeline, data = row["layout"]
+    context = _contexts(row)
     match row["change"]:
         case "none":
-            choices = [row["layout"]]
+            choices = [(row["layout"], context)]
         case "fewer":
-            choices = [(tensor, pipeline, fewer) for fewer in range(1, data)]
+            choices = [((tensor, pipeline, fewer), context) for fewer in range(1, data)]
         case "more":
-            choices = [(tensor, pipeline, data + more) for more in (1, 2)]
+            choices = [((tensor, pipeline, data + more), context) for more in (1, 2)]
         case _:
-            smaller = itertools.product({1, tensor}, {1, pipeline}, {1, data, data + 1})
-            choices = sorted(each for each in smaller if each[:2] != (tensor, pipeline))
-    fitting = [each for each in choices if 1 < each[0] * each[1] * each[2] * _contexts(row) <= MAX_RANKS]
+            layouts = itertools.product({1, tensor}, {1, pipeline}, {1, data, data + 1})
+            smaller = itertools.product(layouts, {1, context})
+            choices = sorted(each for each in smaller if (*each[0][:2], each[1]) != (tensor, pipeline, context))
+    parallels = [_parallel(row, *each) for each in choices]
+    fitting = [each for each in parallels if 1 < world_size(each) <= MAX_RANKS]
     if not fitting:
         raise NotWanted("no such layout has more than one rank and not too many")
-    return _parallel(row, draw.choice(fitting))
+    return draw.choice(fitting)
 
 
 def _first(row: Row, parallel: dict[str, Any], draw: random.Random) -> tuple[PlannedFault, ...]:
@@ -251,7 +257,7 @@ def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]
             "steps": STEPS, "global_batch_size": BATCH,
             "micro_batch_size": 1 if row["schedule"] == "interleaved" else 2, "deterministic": row["deterministic"],
             "precision": row["precision"], "frozen": list(row["frozen"]), "validate_every": 3,
-            "validation_batches": 1,
+            "validation_batches": 1, "lora": {"rank": 3, "dropout": row["dropout"]} if row["lora"] else None,
         },
         parallel=parallel,
         checkpoint={"every_steps": 2, "snapshot_every_steps": row["snapshot_every"]},
