@@ -188,7 +188,8 @@ def export(
         str | None, typer.Option("--to", help="Folder, or with dcp also URL, to create; default: ./NAME-step-STEP.")
     ] = None,
     to_format: Annotated[
-        Format | None, typer.Option("--format", help=f"{FORMATS} Default: hf; if only --to is given dcp, except with adapters.")
+        Format | None,
+        typer.Option("--format", help=f"{FORMATS} Default: hf; if only --to is given dcp, except with adapters."),
     ] = None,
     dtype: Annotated[
         Dtype | None,
