@@ -103,7 +103,9 @@ JOBS = {
         parallel=SHARDED | {"zero": 3, "offload_layers": 3}, micro_batches=2, lora={}, optimizer={"offload": True}
     ),
     "adapters, zero 3, 8 bits": job(parallel=SHARDED | {"zero": 3}, micro_batches=2, lora={}, fp8="rowwise"),
-    "adapters, zero 3, copied keys": job(parallel=SHARDED | {"zero": 3, "tensor": 8}, micro_batches=2, lora={}),
+    "adapters, zero 3, copied keys": job(
+        parallel=SHARDED | {"zero": 3, "tensor": 8}, micro_batches=2, precision="fp32", lora={}
+    ),
     "adapters, zero 3, elastic, fp32": job(
         parallel=SHARDED | {"zero": 3}, micro_batches=4, precision="fp32", deterministic="elastic", lora={"rank": 64}
     ),
