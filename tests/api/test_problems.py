@@ -44,16 +44,23 @@ def test_a_layout_that_does_not_fit_names_the_nearest_that_does(service, documen
     assert problem["errors"][0]["suggestion"] in ("1", "2")
 
 
+def adapted(document):
+    """A custom model with adapters, which there are none of yet."""
+    sizes = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 8}
+    document["model"] = {"family": "custom", "entrypoint": "mine:build"} | sizes
+    document["train"]["lora"] = {}
+
+
 def test_unsupported_spec_value_is_reported_with_supported_values(service, document):
-    document["parallel"] = {"context": 2}
+    adapted(document)
     problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
-    assert problem["errors"] == [
-        {"path": "parallel.context", "rule": "2 is not supported yet; supported: 1", "suggestion": "1"}
-    ]
+    rule = "not supported yet for custom models, whose linear layers are unknown; supported: null"
+    assert problem["errors"] == [{"path": "train.lora", "rule": rule, "suggestion": "null"}]
 
 
 def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, document):
-    document["parallel"] = {"context": 2, "tensor": 3}
+    adapted(document)
+    document["parallel"] = {"pipeline": 2, "zero": 2}
     check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
 
 

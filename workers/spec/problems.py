@@ -307,7 +307,7 @@ def _is_section(entry: Any) -> bool:
 
 
 def _literals_at(path: str) -> tuple[Any, ...]:
-    parent, _, key = path.rstrip(".0123456789").rpartition(".")  # of an entry of a list, those of the list
+    parent, _, key = re.sub(r"(\.\d+)+$", "", path).rpartition(".")  # of an entry of a list, those of the list
     section = _section_at(parent)
     if section is None or key not in section.model_fields:
         return ()
