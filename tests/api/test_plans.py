@@ -134,6 +134,9 @@ def test_invalid_plan_request_is_refused_with_the_path_of_the_bad_field(service)
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_spec")
     (error,) = answer.json()["errors"]
     assert error["path"] == "cluster.accelerator" and "known are" in error["rule"]
+    theirs = PLAN["model"] | {"family": "custom", "entrypoint": "theirs:build"}
+    answer = service.http.post("/v1/plans", json=PLAN | {"model": theirs})
+    assert answer.json()["code"] == "unsupported"
     assert service.http.post("/v1/plans", json=[]).status_code == 422
 
 

@@ -44,24 +44,21 @@ def test_a_layout_that_does_not_fit_names_the_nearest_that_does(service, documen
     assert problem["errors"][0]["suggestion"] in ("1", "2")
 
 
-def adapted(document):
-    """A custom model with adapters, which there are none of yet."""
-    sizes = {"layers": 4, "hidden_size": 16, "heads": 2, "sequence_length": 8}
-    document["model"] = {"family": "custom", "entrypoint": "mine:build"} | sizes
-    document["train"]["lora"] = {}
+def with_part_of_a_custom_model(document):
+    """What the rules do not support: nobody knows the parameters of such a model."""
+    theirs = document["model"] | {"family": "custom", "entrypoint": "theirs:build"}
+    return document | {"model": theirs, "train": document["train"] | {"frozen": ["embedding"]}}
 
 
 def test_unsupported_spec_value_is_reported_with_supported_values(service, document):
-    adapted(document)
-    problem = check(service.http.post("/v1/jobs", json=document), 422, "unsupported")
-    rule = "not supported yet for custom models, whose linear layers are unknown; supported: null"
-    assert problem["errors"] == [{"path": "train.lora", "rule": rule, "suggestion": "null"}]
+    problem = check(service.http.post("/v1/jobs", json=with_part_of_a_custom_model(document)), 422, "unsupported")
+    rule = "not supported for custom models, whose parameters are unknown"
+    assert problem["errors"] == [{"path": "train.frozen", "rule": rule, "suggestion": "[]"}]
 
 
 def test_an_unsupported_value_beside_a_wrong_one_is_an_invalid_spec(service, document):
-    adapted(document)
-    document["parallel"] = {"pipeline": 2, "zero": 2}
-    check(service.http.post("/v1/jobs", json=document), 422, "invalid_spec")
+    wrong = with_part_of_a_custom_model(document) | {"parallel": {"tensor": 3}}
+    check(service.http.post("/v1/jobs", json=wrong), 422, "invalid_spec")
 
 
 @pytest.mark.parametrize(("body", "key"), [
