@@ -11,7 +11,7 @@ from manta.api.threads import FileReads
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.control_plane import ControlPlane
 from manta.service.job.planning import JobMeasurements
-from manta.service.planner.answer import to_json
+from manta.service.planner.answer import note_on, to_json
 from manta.service.planner.hardware import Cluster, CpuNode
 from manta.service.planner.job_plan import NotPlanned, refuse_unplannable
 from manta.service.planner.machines import InvalidCalibration, measured_machines, this_node
@@ -53,7 +53,7 @@ def plan_of_layout(spec: JobSpec, current: CurrentCluster) -> tuple[schemas.Plan
         return None, problem, True
     document = to_json(PlanRequest(spec, cluster), Answer((plan_of(spec, cluster),), ()))
     fit = fits(spec, cluster)
-    notes = [document["note"], None if fit.fits else f"memory is scarce: {fit}"]
+    notes = [note_on(cluster), None if fit.fits else f"memory is scarce: {fit}"]
     return schemas.Plan.model_validate(document["plans"][0]), "; ".join(filter(None, notes)) or None, False
 
 

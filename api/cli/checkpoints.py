@@ -188,7 +188,8 @@ def export(
         str | None, typer.Option("--to", help="Folder, or with dcp also URL, to create; default: ./NAME-step-STEP.")
     ] = None,
     to_format: Annotated[
-        Format | None, typer.Option("--format", help=f"{FORMATS} Default: hf, or dcp if only --to is given.")
+        Format | None,
+        typer.Option("--format", help=f"{FORMATS} Default: hf; if only --to is given dcp, except with adapters."),
     ] = None,
     dtype: Annotated[
         Dtype | None,
@@ -217,7 +218,8 @@ def export(
         raise fail("dcp is an exact copy: --dtype and --shard-size are for hf and safetensors", EXIT_BAD_INPUT)
     source = source_of(job, step, url)
     spec, saved_step = (manifest := manifest_of(source)).spec, manifest.step
-    if to_format is None and to is not None and not of_weights:  # which were scripts that want a copy
+    has_adapters = (spec.get("train") or {}).get("lora") is not None
+    if to_format is None and to is not None and not (of_weights or has_adapters):  # as scripts do that want a copy
         to_format = Format.dcp
         if not as_json:
             typer.echo("copying the whole checkpoint; --format hf exports the weights for transformers", err=True)

@@ -104,10 +104,9 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         if plan.parallel.get("stage_layers"):
             counts = format_counts(plan.parallel["stage_layers"])
             console.print(f"Layers of the virtual stages of plan {number}: {counts}.", highlight=False)
-        if method := plan.parallel.get("context_method"):
-            console.print(f"Its context ranks exchange keys and values by {method}.", highlight=False)
         if types := plan.parallel.get("stage_accelerators"):
             console.print(f"Its stages are on {format_counts(types)}.", highlight=False)
+    _context_methods(console, answer.plans)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and offloaded state"
@@ -120,6 +119,16 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         _sizes(console, answer.sizes)
     if answer.explanation is not None:
         _explanation(console, answer.explanation, answer.plans[0].step_seconds)
+
+
+def _context_methods(console: Console, plans: list[schemas.Plan]) -> None:
+    plans_by: dict[str, list[str]] = {}
+    for number, plan in enumerate(plans, start=1):
+        if method := plan.parallel.get("context_method"):
+            plans_by.setdefault(method, []).append(str(number))
+    for method, numbers in plans_by.items():
+        of = "" if len(plans_by) == 1 else f" of plan {', '.join(numbers)}"
+        console.print(f"Context ranks{of} exchange keys and values by {method}.", highlight=False)
 
 
 def _schedule(parallel: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from manta.service.planner import explain
 from manta.service.planner.beside_steps import beside_steps
-from manta.service.planner.hardware import Machine, parts_of
+from manta.service.planner.hardware import Cluster, Machine, parts_of
 from manta.service.planner.memory import host_bytes
 from manta.service.planner.refinement import moved
 from manta.service.planner.request import PlanRequest
@@ -37,14 +37,11 @@ WAITS_ASSUMED = (
 )
 
 
-def _note(request: PlanRequest) -> str | None:
-    cluster = request.cluster
+def note_on(cluster: Cluster) -> str | None:
+    """What to know about estimates for this cluster; None: nothing."""
     gpus, nodes = (sum(each) for each in zip(*((part.gpus, part.nodes) for part in cluster.parts), strict=True))
     notes = [(part.type, note) for part in cluster.parts for note in _notes_of(part.machine, gpus > 1, nodes > 1)]
-    said = [f"{type}: {note}" if cluster.others else note for type, note in notes]
-    if request.job.train.lora is not None:
-        said.append(adapters_in_words(request.job))
-    return "; ".join(said) or None
+    return "; ".join(f"{type}: {note}" if cluster.others else note for type, note in notes) or None
 
 
 def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[str]:
@@ -66,8 +63,9 @@ def _notes_of(machine: Machine, several: bool, several_nodes: bool) -> Iterator[
 
 def to_json(request: PlanRequest, answer: Answer) -> dict[str, Any]:
     """In the form of `manta.api.schemas.Plans`."""
+    trained = None if request.job.train.lora is None else adapters_in_words(request.job)
     return {
-        "note": _note(request),
+        "note": "; ".join(filter(None, (note_on(request.cluster), trained))) or None,
         "plans": [_plan(plan, request) for plan in answer.plans],
         "rejected": [
             {"parallel": each.spec.layout.model_dump(mode="json"), "reason": each.reason} for each in answer.rejected

@@ -154,6 +154,13 @@ def test_invalid_spec_value_names_its_key_rule_and_a_working_value(path, value, 
         assert not [other for other in problems_of(parsed) if other.path == path and not other.unsupported]
 
 
+def test_entries_of_lists_are_told_what_there_is():
+    (problem,) = problems_of(with_value("train.lora", {"targets": ["w"]}))
+    assert problem == Problem("train.lora.targets.0", "must be one of q, k, v, o, gate, up, down, not 'w'", "down")
+    (problem,) = problems_of(with_value("train.lora", {"targets": []}))
+    assert problem.rule == "must have at least 1 entry"
+
+
 def test_rope_base_whose_frequencies_do_not_fall_is_refused():
     """Yarn divides by the logarithm of their base."""
     problem, *_ = problems_of(with_value("model.rope", {"theta": 1.0}))

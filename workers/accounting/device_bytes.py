@@ -25,13 +25,13 @@ from manta.workers.accounting.flops import (
 from manta.workers.accounting.layer_passes import weight_bytes
 from manta.workers.accounting.state_costs import owned_elements, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
-from manta.workers.accounting.unit_bytes import buffer_elements, units_of
+from manta.workers.accounting.unit_bytes import buffer_elements, shared_adapter_elements, units_of
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action_lists import training_actions
-from manta.workers.spec.layer_table import Products, layer_table, layer_table_of
+from manta.workers.spec.layer_table import layer_table, layer_table_of
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
 
 
@@ -184,8 +184,7 @@ def _tail(spec: JobSpec, stage: int) -> int:
     too, positions, and keys and values that several tensor ranks hold; or what of adapters these hold."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     if spec.train.lora is not None:
-        shared = (_adapter_elements_of_tail(spec, each) for each in layer_table_of(spec).products)
-        return layers_of_rank(spec, stage) * sum(shared)
+        return layers_of_rank(spec, stage) * shared_adapter_elements(layer_table_of(spec), layout.tensor)
     stages, last = stages_on_rank(spec, stage), layout.pipeline * layout.virtual_stages - 1
     is_shared = model.tie_embeddings and (0 in stages) != (last in stages)
     elements = vocabulary_rows(spec) * h if is_shared else 0
@@ -193,16 +192,3 @@ def _tail(spec: JobSpec, stage: int) -> int:
         elements += model.sequence_length * h
     copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)
     return elements + layers_of_rank(spec, stage) * sum(copied)
-
-
-def _adapter_elements_of_tail(spec: JobSpec, products: Products) -> int:
-    """Elements of the adapters' matrices that several tensor ranks hold."""
-    if spec.layout.tensor == 1:
-        return 0
-    whole = "lora_b" if products.sums else "lora_a"
-    return sum(
-        rows * columns
-        for weight in products.weights
-        for name, (rows, columns) in weight.adapter_shapes.items()
-        if name.endswith(whole) or weight.copies > 1
-    )

@@ -169,7 +169,7 @@ def waiting_gradient_buffers(spec: JobSpec) -> int:
     for level in BatchPlan(spec.train).levels:
         leaves = -(-level.size // spec.train.micro_batch_size)
         if spec.layout.sharding >= 2:  # of a rank's part alone, which needs no other buffer
-            most = max(most, waiting_after_rounds(leaves, spec.layout.data) - 1)
+            most = max(most, spec.layout.context * waiting_after_rounds(leaves, spec.layout.data) - 1)
             continue
         shares = [leaf_share(leaves, spec.layout, replica) for replica in range(spec.layout.data)]
         most = max([most, *(buffers(leaves, share.start, share.stop) for share in shares)])

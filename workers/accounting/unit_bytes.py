@@ -2,18 +2,19 @@
 output layer. Pure Python.
 
 A rank keeps its part of each unit; whole units are in buffers, of which layers use two in turns, and the embedding and
-the output layer a third. Vectors, learned positions, and keys and values that several tensor ranks hold are in no unit.
+the output layer a third. Vectors, learned positions, and what several tensor ranks hold (keys and values, of an
+adapter's two matrices one) are in no unit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from manta.workers.accounting.flops import vocabulary_rows
-from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.spec.layer_table import layer_table
+from manta.workers.config import JobSpec, LoraConfig, ModelConfig
+from manta.workers.spec.layer_table import LayerTable, layer_table
 from manta.workers.spec.parameters import TOKEN_EMBEDDING, first_trained_layer, frozen_names, output_weight
 
 
@@ -34,11 +35,13 @@ class UnitSize:
 
 def units_of(spec: JobSpec) -> tuple[UnitSize, ...]:
     """The units of a stage that is the whole model, in its order; with tied embeddings the first is the last too."""
-    return _units(spec.model, spec.layout.tensor, vocabulary_rows(spec), frozen_names(spec))
+    return _units(spec.model, spec.layout.tensor, vocabulary_rows(spec), frozen_names(spec), spec.train.lora)
 
 
 @lru_cache(maxsize=64)
-def _units(model: ModelConfig, tensor: int, rows: int, frozen: frozenset[str]) -> tuple[UnitSize, ...]:
+def _units(
+    model: ModelConfig, tensor: int, rows: int, frozen: frozenset[str], lora: LoraConfig | None
+) -> tuple[UnitSize, ...]:
     def size(buffer: int, sizes: dict[str, int]) -> UnitSize:
         held = sum(elements for name, elements in sizes.items() if name in frozen)
         return UnitSize(buffer, sum(sizes.values()) - held, held)
@@ -46,12 +49,26 @@ def _units(model: ModelConfig, tensor: int, rows: int, frozen: frozenset[str]) -
     table = model.hidden_size * rows
     layers = []
     for layer in range(model.layers):
-        weights = (
-            each for each in layer_table(model, tensor, layer).weights if not each.is_vector and each.copies == 1
-        )
-        layers.append(size(layer % 2, {f"layers.{layer}.{each.name}.weight": each.elements for each in weights}))
+        operations = layer_table(model, tensor, layer, lora)
+        weights = (each for each in operations.weights if not each.is_vector and each.copies == 1)
+        own = size(layer % 2, {f"layers.{layer}.{each.name}.weight": each.elements for each in weights})
+        of_adapters = sum(operations.adapters.values()) - shared_adapter_elements(operations, tensor)
+        layers.append(replace(own, trained=own.trained + of_adapters))
     ends = [size(2, {name: table}) for name in (TOKEN_EMBEDDING, output_weight(model))]
     return (ends[0], *layers) if model.tie_embeddings else (ends[0], *layers, ends[1])
+
+
+def shared_adapter_elements(layer: LayerTable, tensor: int) -> int:
+    """Elements of a layer's adapters of which `tensor` ranks hold the same."""
+    if tensor == 1:
+        return 0
+    return sum(
+        rows * columns
+        for products in layer.products
+        for weight in products.weights
+        for name, (rows, columns) in weight.adapter_shapes.items()
+        if name.endswith("lora_b" if products.sums else "lora_a") or weight.copies > 1
+    )
 
 
 def buffer_elements(units: Sequence[UnitSize], of_unit: Callable[[UnitSize], int]) -> int:

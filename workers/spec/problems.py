@@ -126,6 +126,8 @@ def problems_of(error: ValidationError) -> list[Problem]:
         path = ".".join(map(_readable, location))
         if item["type"] == "literal_error" and location == ["parallel"]:
             continue  # the mapping member of the union reports the problem
+        if item["type"] == "too_short" and any(each.startswith(f"{path}.") for each in problems):
+            continue  # without the entries that are wrong
         problems.setdefault(path, _problem_of(path, item))
     return list(problems.values())
 
@@ -183,6 +185,8 @@ def describe_rule(item: Any) -> str:
     for name, text in (("min_length", "at least"), ("max_length", "at most")):
         if item["type"].startswith("string_") and name in context:
             return f"must have {text} {context[name]} character{'' if context[name] == 1 else 's'}"
+    if item["type"] == "too_short":
+        return f"must have at least {context['min_length']} entr{'y' if context['min_length'] == 1 else 'ies'}"
     if item["type"] == "string_pattern_mismatch" and context["pattern"] in _TEXTS:
         return _TEXTS[context["pattern"]][0]
     if item["type"] in _TYPE_NAMES and "input" in item:
@@ -303,16 +307,18 @@ def _is_section(entry: Any) -> bool:
 
 
 def _literals_at(path: str) -> tuple[Any, ...]:
-    parent, _, key = path.rpartition(".")
+    parent, _, key = re.sub(r"(\.\d+)+$", "", path).rpartition(".")  # of an entry of a list, those of the list
     section = _section_at(parent)
     if section is None or key not in section.model_fields:
         return ()
-    return tuple(
-        value
-        for entry in _alternatives(section.model_fields[key].annotation)
-        if get_origin(entry) is Literal
-        for value in get_args(entry)
-    )
+    return _literals_in(section.model_fields[key].annotation)
+
+
+def _literals_in(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    inner = get_args(annotation) if get_origin(annotation) in (tuple, Annotated) else _alternatives(annotation)
+    return tuple(value for each in inner if each is not annotation for value in _literals_in(each))
 
 
 _OTHER_NAMES = {

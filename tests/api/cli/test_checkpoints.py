@@ -158,15 +158,14 @@ def test_export_writes_weights_to_a_folder_and_reports_errors_in_one_sentence(ma
         ("llama", ["--dtype", "bf16", "--to", "x"], ("hf", "x")),
         ("llama", ["--adapter"], ("adapter", "small-step-20-adapter")),
         ("llama", ["--format", "dcp"], (None, "small-step-20")),
-        ("llama", ["--to", "x"], (None, "x")),
+        ("llama", ["--to", "x"], (None, "x")), ("adapted", ["--to", "x"], ("hf", "x")),
     ],
 )  # fmt: skip
 def test_export_writes_what_a_person_means_unless_a_folder_is_given(manta, job, monkeypatch, family, given, written):
     made = Mock()
     read = commands.manifest_of
-    monkeypatch.setattr(
-        commands, "manifest_of", lambda at: replace(read(at), spec={"name": "small", "model": {"family": family}})
-    )
+    spec = {"name": "small", "model": {"family": family}, "train": {"lora": {} if family == "adapted" else None}}
+    monkeypatch.setattr(commands, "manifest_of", lambda at: replace(read(at), spec=spec))
     monkeypatch.setattr(commands, "export_weights", lambda source, to, format, *_: made(format, to))
     monkeypatch.setattr(commands, "_copy", lambda source, target, as_json: made(None, str(target)))
     manta("export", job, *given)

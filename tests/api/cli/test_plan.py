@@ -67,6 +67,12 @@ def test_layers_of_uneven_stages_are_printed_and_drawn(plan, tmp_path):
     assert "Layers of" not in plan(PLAN | {"model": model, "parallel": {"pipeline": 4}})
 
 
+def test_the_way_in_which_context_ranks_communicate_is_printed(plan):
+    layout = {"context": 2, "context_method": "ring"}
+    assert "Context ranks exchange keys and values by ring." in plan(PLAN | {"parallel": layout})
+    assert "Context ranks" not in plan(PLAN | {"parallel": {"data": 2}})
+
+
 def test_plan_for_an_unmeasured_machine_comes_with_a_note(plan):
     untried = PLAN | {"cluster": PLAN["cluster"] | {"accelerator": "h100-80gb"}}
     assert "default efficiency" in json.loads(plan(untried, "--json"))["note"]

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
 SHARDED = {"tensor": 2, "pipeline": 1, "data": 2}
+LONG = {"tensor": 1, "pipeline": 1, "data": 2, "context": 2}
 ALONE = {"parallel": {"tensor": 1, "pipeline": 1, "data": 1}}
 ALL_MODULES = ("norm", "mlp_activation", "core_attention")
 
@@ -88,6 +89,48 @@ JOBS = {
     "zero 3, state on the host": job(parallel=SHARDED | {"zero": 3}, optimizer={"offload": True}, micro_batches=2),
     "zero 3, offload": job(parallel=SHARDED | {"zero": 3, "offload_layers": 3}, micro_batches=2),
     "state on the host, one rank": job(**ALONE, optimizer={"offload": True}, micro_batches=2),
+    "zero 3, gather": job(parallel=LONG | {"zero": 3}, micro_batches=2),
+    "zero 3, ring": job(parallel=LONG | {"zero": 3, "context_method": "ring"}, micro_batches=2),
+    "zero 3, all to all": job("gpt", parallel=LONG | {"zero": 3, "context_method": "all_to_all"}, micro_batches=2),
+    "zero 3, gather, full": job(parallel=LONG | {"zero": 3, "recompute": "full"}, micro_batches=2),
+    "zero 3, ring, fp32, full": job(
+        "qwen", 2, LONG | {"zero": 3, "recompute": "full", "context_method": "ring"}, precision="fp32"
+    ),
+    "zero 2, gather, tensor": job(parallel=LONG | {"zero": 2, "tensor": 2, "data": 1}, micro_batches=2),
+    "adapters, zero 3": job(parallel=SHARDED | {"zero": 3}, micro_batches=2, lora={}),
+    "adapters, zero 3, full": job("gpt", 2, SHARDED | {"zero": 3, "recompute": "full"}, lora={"dropout": 0.1}),
+    "adapters, zero 3, offload": job(
+        parallel=SHARDED | {"zero": 3, "offload_layers": 3}, micro_batches=2, lora={}, optimizer={"offload": True}
+    ),
+    "adapters, zero 3, 8 bits": job(parallel=SHARDED | {"zero": 3}, micro_batches=2, lora={}, fp8="rowwise"),
+    "adapters, zero 3, copied keys": job(
+        parallel=SHARDED | {"zero": 3, "tensor": 8}, micro_batches=2, precision="fp32", lora={}
+    ),
+    "adapters, zero 3, elastic, fp32": job(
+        parallel=SHARDED | {"zero": 3}, micro_batches=4, precision="fp32", deterministic="elastic", lora={"rank": 64}
+    ),
+    "some adapters, zero 2": job(
+        "qwen", 2, SHARDED | {"zero": 2, "tensor": 1, "data": 4}, lora={"targets": ["q", "v", "down"], "rank": 64}
+    ),
+    "adapters, gather": job(parallel=LONG, micro_batches=2, lora={}),
+    "adapters, ring, full": job(
+        "qwen", 2, LONG | {"context_method": "ring", "recompute": "full"}, lora={"dropout": 0.1}
+    ),
+    "adapters, all to all, fp32": job(
+        parallel=LONG | {"context_method": "all_to_all"}, micro_batches=2, precision="fp32", lora={}
+    ),
+    "adapters, gather, zb-h1": job("gpt", 4, LONG | {"pipeline": 2, "schedule": "zb-h1"}, lora={}),
+    "adapters, zero 3, gather": job(parallel=LONG | {"zero": 3}, micro_batches=2, lora={}),
+    "adapters, zero 3, gather, fp32": job("gpt", 2, LONG | {"zero": 3}, precision="fp32", lora={}),
+    "adapters, zero 3, ring, full": job(
+        "llama", 2, LONG | {"zero": 3, "context_method": "ring", "recompute": "full"}, lora={"dropout": 0.1}
+    ),
+    "adapters, zero 3, all to all, tensor": job(
+        "qwen", 2, LONG | {"zero": 3, "context_method": "all_to_all", "tensor": 2, "data": 1}, lora={}
+    ),
+    "adapters, zero 3, context 4, elastic": job(
+        "llama", 4, LONG | {"zero": 3, "context": 4}, deterministic="elastic", lora={"rank": 64}
+    ),
 }
 
 
@@ -183,6 +226,7 @@ def test_chunked_forward_holds_two_chunks_at_once(family):
         ("zero 2, full", 0),
         ("zero 3, frozen", 0),
         ("adapters, zb-h1", 0),
+        ("adapters, zero 3, ring, full", 0),
     ],
 )
 def test_peak_memory_of_a_step_matches_the_accounting(name, stage):

@@ -92,6 +92,8 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         {"tensor": 4, "context": 16, "context_method": "ring", "zero": 3},
         1,
     ),
+    "Llama 70B, adapters, ZeRO 3 on 8 ranks": (LLAMA_70B, {"data": 8, "zero": 3, "recompute": "full"}, 2),
+    "Llama 70B, adapters, ZeRO 3, 131,072 tokens": (LONG, {"tensor": 2, "context": 8, "zero": 3}, 1),
     "GPT 530B on 2,240 ranks": (
         {
             "family": "gpt",
@@ -112,6 +114,7 @@ def large(name: str) -> JobSpec:
     """A job of LARGE."""
     model, layout, micro_batches = LARGE[name]
     train = {"precision": "bf16", "global_batch_size": micro_batches * layout.get("data", 1), "micro_batch_size": 1}
+    train["lora"] = {} if "adapters" in name else None
     return spec(model=model, train=train, parallel=layout)
 
 

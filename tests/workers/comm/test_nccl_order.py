@@ -13,7 +13,7 @@ from group_programs import Start, Sum
 from job_cover import FACTORS, LAYOUTS, SCHEDULES, Row, covering, job_of
 from nccl_rules import findings, least_kernels_at_once
 from recorded_jobs import Programs, recorded_job
-from spoiled_programs import SPOILERS, spoiled
+from spoiled_programs import OF_LARGE_MODELS, SPOILERS, spoiled
 
 from manta.workers.config import JobSpec
 
@@ -138,6 +138,17 @@ def test_every_injected_order_mistake_is_found_with_its_lines(corpus, schedule):
             assert len(each.lines) >= 2 and all(line.startswith("workers/") for line in each.lines), (name, each)
     # With two chunks a rank sends the next one on the same way meanwhile.
     assert set(SPOILERS) - names <= {"an answer is waited for before the question"}
+
+
+def test_every_order_mistake_of_hops_and_of_units_is_found(corpus):
+    """With adapters, a ring and ZeRO 3 together."""
+    kind = row("1f1b", (1, 1, 2), adapters=True, zero=3, context_method="ring", family="llama", precision="bf16")
+    programs = recorded_job(job_of(kind, corpus, model={"layers": 3}), 1)
+    assert_sound(programs)
+    made = dict(spoiled(programs, 1, OF_LARGE_MODELS))
+    assert set(made) == set(OF_LARGE_MODELS)
+    for name, with_mistake in made.items():
+        assert findings(with_mistake), name
 
 
 def _large_jobs() -> list[tuple[str, tuple[int, int, int], int, str]]:

@@ -14,9 +14,11 @@ Spoiler = Callable[[Programs, random.Random], Programs | None]
 """Makes its mistake somewhere; None where the programs have no place for it."""
 
 
-def spoiled(programs: Programs, seed: int) -> Iterator[tuple[str, Programs]]:
-    """Each mistake once, by its name, as far as the programs have a place for it."""
-    for name, spoil in SPOILERS.items():
+def spoiled(
+    programs: Programs, seed: int, spoilers: dict[str, Spoiler] | None = None
+) -> Iterator[tuple[str, Programs]]:
+    """Each mistake once, by its name, as far as the programs have a place for it; by default those of SPOILERS."""
+    for name, spoil in (SPOILERS if spoilers is None else spoilers).items():
         made = spoil(programs, random.Random(f"{seed} {name}"))
         if made is not None:
             yield name, made
@@ -50,6 +52,16 @@ def _receives(start: Start) -> bool:
 
 def _is_sum(start: Start) -> bool:
     return isinstance(start.what, Sum)
+
+
+def _is_exchange(start: Start) -> bool:
+    """A hop of a ring, an all-to-all."""
+    return not isinstance(start.what, Sum) and len(start.what) > 1
+
+
+def _of_unit(kind: str) -> Callable[[Start], bool]:
+    """Whole weights of ZeRO 3, or gradients."""
+    return lambda start: isinstance(start.what, Sum) and start.what.kind == kind and "data/units.py" in start.line
 
 
 def _one(programs: Programs, draw: random.Random, fits: Callable[[Start], bool]) -> tuple[int, int, Start] | None:
@@ -93,7 +105,7 @@ def _changed(fits: Callable[[Start], bool], change: Callable[[Start, Programs, i
 def _fewer_bytes(start: Start, programs: Programs, rank: int) -> Start:
     if isinstance(start.what, Sum):
         return replace(start, what=replace(start.what, bytes=start.what.bytes - 4))
-    return replace(start, what=(replace(start.what[0], bytes=start.what[0].bytes - 4),))
+    return replace(start, what=(replace(start.what[0], bytes=start.what[0].bytes - 4), *start.what[1:]))
 
 
 def _other_kind(start: Start, programs: Programs, rank: int) -> Start:
@@ -187,17 +199,18 @@ def _wait_for_answer(program: Program, place: int) -> int | None:
     return next((at for at in behind if isinstance(each := program[at], Wait) and each.number in numbers), None)
 
 
-def _without_wait(used: bool) -> Spoiler:
+def _without_wait(used: bool, fits: Callable[[Start], bool] = lambda start: True) -> Spoiler:
     """An operation is started and not waited for: its memory is `used` later, or not."""
 
     def spoil(programs: Programs, draw: random.Random) -> Programs | None:
         places = []
         for rank, program in enumerate(programs):
             uses = {each.number for each in program if isinstance(each, Use)}
+            fitting = {each.number for each in program if isinstance(each, Start) and fits(each)}
             places += [
                 (rank, at)
                 for at, each in enumerate(program)
-                if isinstance(each, Wait) and (each.number in uses) == used
+                if isinstance(each, Wait) and (each.number in uses) == used and each.number in fitting
             ]
         if not places:
             return None
@@ -267,3 +280,19 @@ SPOILERS: dict[str, Spoiler] = {
     "groups are made in another order": _hosts_meet_in_another_order,
     "a communicator is made without one of its ranks": _made_at_first_use,
 }
+
+OF_LARGE_MODELS: dict[str, Spoiler] = {
+    f"{what} {mistake}": spoil
+    for what, fits in {
+        "a hop": _is_exchange,
+        "a unit's gather": _of_unit("all_gather"),
+        "a unit's reduction": _of_unit("reduce_scatter"),
+    }.items()
+    for mistake, spoil in {
+        "is missing": _dropped(fits),
+        "has fewer bytes": _changed(fits, _fewer_bytes),
+        "changes places with the next": _swapped(fits),
+        "is not waited for": _without_wait(used=True, fits=fits),
+    }.items()
+}
+"""Mistakes in what context parallelism and ZeRO 3 communicate."""
