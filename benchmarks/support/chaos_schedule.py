@@ -143,7 +143,7 @@ class Schedule:
 
     number: int
     job: Job
-    """Its document does not depend on the schedule's number: clean runs can be shared."""
+    """The document of the job does not depend on the schedule's number: clean runs can be shared."""
     strikes: tuple[Strike, ...]
 
     @property
