@@ -18,7 +18,7 @@ AWAY = {"source": "text", "paths": ["/away"]}
 async def test_data_check_result_is_not_cached(make_spec):
     answers = iter([None, "it is gone", None])
 
-    async def check(_spec):
+    async def check(_spec, _begins):
         return next(answers)
 
     looks = DataChecks(check)
@@ -29,7 +29,7 @@ async def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, 
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
     ended = []
 
-    async def check(spec):
+    async def check(spec, _begins):
         try:
             await asyncio.Event().wait()
         finally:
@@ -48,7 +48,7 @@ async def test_data_checks_of_jobs_that_left_the_queue_are_cancelled(make_spec, 
 def test_second_check_on_a_silent_file_system_loses_its_turn(make_spec, monkeypatch):
     monkeypatch.setattr(data_checks, "POLL_SECONDS", 0.0)
 
-    async def check(_spec):
+    async def check(_spec, _begins):
         await asyncio.Event().wait()
 
     async def keeps_turn(looks, job, **data):

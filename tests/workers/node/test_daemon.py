@@ -319,7 +319,7 @@ async def test_node_daemon_checks_data_as_the_ranks_will_see_it(home, tmp_path):
 
 async def test_file_systems_that_do_not_answer_take_no_thread_that_the_end_of_a_job_needs(daemon, monkeypatch):
     answers = threading.Event()
-    monkeypatch.setattr(module.DataRoots, "check", lambda self, spec: answers.wait(20))
+    monkeypatch.setattr(module.DataRoots, "check", lambda self, spec, begins: answers.wait(20))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     look = asyncio.create_task(daemon.check_data(DOCUMENT, None))
     try:
