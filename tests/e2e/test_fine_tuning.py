@@ -63,8 +63,8 @@ def test_adapters_are_trained_through_a_death_and_a_resize_and_loaded_by_peft(ma
     manta.release_job(job, 0)
     ended = manta.until_state(job, "SUCCEEDED")
     assert (ended.restarts, ended.parallel["context"]) == (1, 2)
-    saved = [row.bytes for row in manta.client.checkpoints(job).items]
-    assert max(saved) < 1_000_000, "checkpoints do not repeat the frozen weights"
+    saved = [row.bytes for row in manta.client.checkpoints(job).items if row.bytes]
+    assert saved and max(saved) < 1_000_000, "checkpoints do not repeat the frozen weights"
     manta.succeeded(manta.submit(job_of(manta, base, 1)), manta.curve(job))
 
     load = transformers.AutoModelForCausalLM.from_pretrained
