@@ -10,13 +10,8 @@ from manta.workers.accounting.activation_bytes import WIDE, attention_terms, byt
 from manta.workers.accounting.rank_passes import Tape
 from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Attention, Tensor
-from manta.workers.spec.sequence_runs import runs_per_rank
+from manta.workers.spec.sequence_runs import LARGEST_FUSED_HEAD, MASKED_ROWS, runs_per_rank
 
-MASKED_ROWS = 1024
-"""Most rows of a tile with a mask or with scores that are written out, unless a window is longer
-(`workers/parallel/context/tiles.py`)."""
-WIDEST = 256
-"""Largest head of a GPU's flash attention, in elements."""
 POSITIONS = 9
 """Bytes of which scores are hidden, for each: the distance of two positions, and whether it is hidden."""
 
@@ -45,7 +40,10 @@ class TilePasses:
         written_out = spec.attention_is_explicit or model.dropout > 0
         if gpu:
             written_out |= (
-                window is not None or self.width == WIDE or model.head_size % 8 > 0 or model.head_size > WIDEST
+                window is not None
+                or self.width == WIDE
+                or model.head_size % 8 > 0
+                or model.head_size > LARGEST_FUSED_HEAD
             )
         rows, keys = run, run if self.ring else model.sequence_length - run
         if written_out or window is not None:

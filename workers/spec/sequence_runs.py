@@ -1,4 +1,5 @@
-"""Which part of each sample's sequence a context-parallel rank has. Pure Python."""
+"""Which part of each sample's sequence a context-parallel rank has, and how attention to the others is cut. Pure
+Python."""
 
 from __future__ import annotations
 
@@ -6,6 +7,11 @@ from manta.workers.config import ParallelConfig
 
 Run = tuple[int, int]
 """Consecutive positions: the first of them, and one past the last."""
+
+MASKED_ROWS = 1024
+"""Most queries of a tile with a mask or with scores that are written out, so that these are not large."""
+LARGEST_FUSED_HEAD = 256
+"""Largest head of a GPU's flash attention, in elements."""
 
 
 def runs_per_rank(layout: ParallelConfig) -> int:

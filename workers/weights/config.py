@@ -85,11 +85,18 @@ def read_config(folder: Path) -> Keys:
     try:
         if not folder.is_dir():
             raise WeightsError(f"there is no folder {folder}; if it should be there, is it mounted here?")
-        values = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
+        return json_object(path)
     except FileNotFoundError:
         raise WeightsError(f"{folder} has no {CONFIG}: {_what_to_name(folder)}") from None
     except OSError as error:
         raise weights_error(path, error) from error
+
+
+def json_object(path: Path) -> Keys:
+    """The object in a file of JSON. Raises OSError, and WeightsError if there is none in it."""
+    content = read_regular(path, MAX_SETTINGS_BYTES)
+    try:
+        values = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):

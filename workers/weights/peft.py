@@ -10,7 +10,6 @@ rows and columns of its own, zero elsewhere. `rank_pattern` and `alpha_pattern` 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -22,8 +21,7 @@ from manta.workers.config import JobSpec, LoraConfig, LoraTarget, ModelConfig
 from manta.workers.data.read_errors import weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.spec.layer_table import ADAPTED, lora_targets
-from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
-from manta.workers.weights.config import ADAPTER_CONFIG, Keys
+from manta.workers.weights.config import ADAPTER_CONFIG, Keys, json_object
 from manta.workers.weights.folder import ADAPTER, BYTES, FileTensor, header_of
 from manta.workers.weights.mapping import LinearModule, linear_modules
 
@@ -95,16 +93,12 @@ def read_peft(folder: Path, model: ModelConfig) -> list[PeftModule]:
 def _config_in(folder: Path) -> Keys:
     path = folder / ADAPTER_CONFIG
     try:
-        values = json.loads(read_regular(path, MAX_SETTINGS_BYTES))
+        config = json_object(path)
     except FileNotFoundError:
         raise WeightsError(f"{folder} has no {ADAPTER_CONFIG}: name the folder of an adapter of PEFT") from None
     except OSError as error:
         raise weights_error(path, error) from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
-    if not isinstance(values, dict):
-        raise WeightsError(f"{path} is not a JSON object")
-    config = Keys(values, str(path))
+    values = config.values
     if values.get("peft_type") != "LORA":
         raise config.wrong("peft_type", "only LORA is supported")
     if config.get("bias", "none") != "none":

@@ -18,8 +18,8 @@ from manta.workers.parallel.context.by_heads import HeadExchange
 from manta.workers.parallel.context.gathered import GatheredAttention, Gathering
 from manta.workers.parallel.context.kernels import TileKernels, WeightDropout
 from manta.workers.parallel.context.ring import Ring, RingAttention
-from manta.workers.parallel.context.tiles import MASKED_ROWS, Tile
-from manta.workers.spec.sequence_runs import runs_of
+from manta.workers.parallel.context.tiles import Tile
+from manta.workers.spec.sequence_runs import MASKED_ROWS, runs_of
 
 _KEPT_TILES = 64
 """Tilings kept: one for each window, and with documents one for each micro-batch under way."""

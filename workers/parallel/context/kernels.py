@@ -16,6 +16,7 @@ import torch
 
 from manta.workers.parallel.context.tiles import Tile
 from manta.workers.parallel.tensor.dropout import derived_keys, kept
+from manta.workers.spec.sequence_runs import LARGEST_FUSED_HEAD
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class TileKernels:
 
     def write_out(self, q: torch.Tensor, tile: Tile | None = None) -> bool:
         """Whether attention of q to the keys of `tile` (of any without a mask) is written out: so it is where no fused
-        kernel supports it. Those of GPUs have no masks, 16 bits, and heads of up to 256 elements."""
+        kernel supports it. Those of GPUs have no masks, 16 bits, and heads up to `LARGEST_FUSED_HEAD`."""
         if self._written_out or not q.is_cuda:
             return self._written_out
         is_masked, d = tile is not None and tile.window is not None, q.shape[-1]
-        return is_masked or q.element_size() > 2 or d % 8 > 0 or d > 256
+        return is_masked or q.element_size() > 2 or d % 8 > 0 or d > LARGEST_FUSED_HEAD
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile

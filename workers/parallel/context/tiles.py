@@ -12,9 +12,6 @@ from dataclasses import dataclass
 from manta.workers.data.batches import Documents
 from manta.workers.spec.sequence_runs import Run
 
-MASKED_ROWS = 1024
-"""Most queries of a tile with a mask or with scores that are written out, so that these are not large."""
-
 
 @dataclass(frozen=True)
 class Tile:
