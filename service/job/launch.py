@@ -44,6 +44,11 @@ NEW_KEYS = (
     ("data", "special_tokens"),
     ("parallel", "context_method"),
     ("parallel", "context_order"),
+    ("parallel", "expert"),
+    ("parallel", "expert_dispatch"),
+    ("parallel", "expert_tensor"),
+    ("model", "moe"),
+    ("model", "latent_attention"),
 )
 """Section and name of keys that 0.3.0 does not know, whose jobs are taken over."""
 _TRACE_SECONDS = 10.0

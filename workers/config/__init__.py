@@ -33,7 +33,7 @@ from manta.workers.config.fields import (
     RecomputeModule,
     Section,
 )
-from manta.workers.config.model import ModelConfig, RopeConfig, RopeScaling
+from manta.workers.config.model import LatentAttentionConfig, ModelConfig, MoeConfig, RopeConfig, RopeScaling
 from manta.workers.config.parallel import ElasticConfig, ParallelConfig, ResourcesConfig
 from manta.workers.config.recovery import CheckpointConfig, RecoveryConfig
 from manta.workers.config.train import BatchRamp, LoraConfig, OptimizerConfig, TrainConfig

@@ -10,12 +10,14 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from manta.workers.config.fields import (
     ENTRYPOINT,
+    Count,
     Epsilon,
     FixedMapping,
     Fraction,
     Heads,
     Layers,
     Length,
+    NonNegativeFloat,
     PositiveFloat,
     Section,
     StrictBool,
@@ -47,6 +49,9 @@ FAMILIES = {
     "gpt": Family(gated_mlp=False, rms_norm=False, rotary=False, query_key_norm=False, bias=True, tie_embeddings=True),
     "llama": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False),
     "qwen": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=True, bias=False, tie_embeddings=False),
+    "deepseek": Family(
+        gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
+    ),
     # The parts that a custom model may use; its layers are unknown.
     "custom": Family(
         gated_mlp=False, rms_norm=False, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
@@ -87,6 +92,79 @@ class RopeConfig(Section):
     """Scaling for longer sequences; default: none."""
 
 
+class BalanceConfig(Section):
+    """How tokens are spread evenly over experts."""
+
+    loss: Literal["sequence", "none"] = "sequence"
+    """sequence: a loss for each sequence and layer (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20), the mean over the
+    sequences of the global batch; it does not depend on the layout or on the size of micro-batches."""
+    weight: NonNegativeFloat = 0.001
+    """Weight of that loss."""
+    bias_rate: NonNegativeFloat = 0.0
+    """How far each step moves the bias with which a layer chooses an expert, up for experts with fewer tokens than the
+    mean and down for those with more (arXiv:2408.15664); 0: there is no such bias."""
+
+
+class MoeConfig(Section):
+    """Mixture of experts: in place of its MLP, a layer has experts, of which a router chooses some for each token.
+    Every token goes to all experts chosen for it: there is no capacity, and none is dropped."""
+
+    experts: Heads
+    """Number of experts of a layer (E)."""
+    per_token: Heads
+    """Number of experts that each token goes to (k)."""
+    ffn_hidden_size: Width
+    """Inner width of an expert, in elements."""
+    first_dense: Count = 0
+    """Number of first layers that have an MLP instead, of inner width model.ffn_hidden_size."""
+    every: Layers = 1
+    """Of the layers after these, those whose number, counted from 1 for the model's first layer, is a multiple of this
+    have experts, the others an MLP."""
+    shared: Count = 0
+    """Number of experts that every token goes to, in addition to those chosen for it."""
+    shared_ffn_hidden_size: Width | None = None
+    """Inner width of all shared experts together, which are computed as one MLP; default: shared x ffn_hidden_size."""
+    shared_gate: StrictBool = False
+    """Whether the shared experts' output is multiplied by a sigmoid of a linear function of the token."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's outputs become scores."""
+    normalise: StrictBool = True
+    """Whether the scores of the chosen experts are divided by their sum before they weight the experts' outputs."""
+    scale: PositiveFloat = 1.0
+    """Factor on these weights."""
+    groups: Heads = 1
+    """Number of equal groups that experts are divided into; with more than one, a token first chooses groups, by the
+    sum of each group's two best scores, and then experts within these (arXiv:2412.19437, section 2.1.2)."""
+    groups_per_token: Heads = 1
+    """Number of groups that a token may choose experts from."""
+    balance: BalanceConfig = BalanceConfig()
+    """How tokens are spread evenly over experts."""
+    router_z_loss: NonNegativeFloat = 0.0
+    """Weight of the mean over tokens of log(sum of exp)^2 of the router's outputs, for each layer (arXiv:2202.08906,
+    eq. 5)."""
+
+    @property
+    def shared_size(self) -> int:
+        """Inner width of all shared experts together; 0 without."""
+        return self.shared_ffn_hidden_size or self.shared * self.ffn_hidden_size if self.shared else 0
+
+
+class LatentAttentionConfig(Section):
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are made
+    from one short vector of each token."""
+
+    q_rank: Width | None = None
+    """Width of the vector that queries are made from; default: they are made from the layer's input."""
+    kv_rank: Width
+    """Width of the vector that keys and values are made from."""
+    rope_size: Width
+    """Elements of each head's query and key that positions rotate; those of the key are the same for all heads."""
+    nope_size: Width
+    """Elements of each head's query and key that positions do not rotate."""
+    value_size: Width
+    """Elements of each head's value."""
+
+
 class ModelConfig(Section):
     """The transformer's shape. Nothing here depends on the parallel layout."""
 
@@ -95,9 +173,10 @@ class ModelConfig(Section):
     from_: Annotated[str, Field(min_length=1)] | None = Field(default=None, alias="from")
     """Folder of Hugging Face weights (config.json and safetensors) to start from. The shape is read from config.json
     and need not be given here. Default: random weights."""
-    family: Literal["gpt", "llama", "qwen", "custom"] = "gpt"
-    """Model family. Supported: gpt; llama (Llama 2 and 3, and Mistral with sliding_window); qwen (Qwen 3); custom (a
-    model of an installed package, docs/custom_models.md)."""
+    family: Literal["gpt", "llama", "qwen", "deepseek", "custom"] = "gpt"
+    """Model family. Supported: gpt; llama (Llama 2 and 3, Mistral with sliding_window, and Mixtral with moe); qwen
+    (Qwen 3, with moe its models of experts); deepseek (DeepSeek V3); custom (a model of an installed package,
+    docs/custom_models.md)."""
     entrypoint: Annotated[str, Field(max_length=500, pattern=ENTRYPOINT)] | None = None
     """custom: the model's location, `package.module:function`."""
     options: Annotated[
@@ -140,6 +219,10 @@ class ModelConfig(Section):
     """Number of tokens that a token attends to, including itself (arXiv:2310.06825); default: all preceding tokens."""
     full_attention_every: Layers | None = None
     """With sliding_window: every k-th layer attends to all preceding tokens; default: no layer does."""
+    moe: MoeConfig | None = None
+    """Mixture of experts; default: every layer has an MLP."""
+    latent_attention: LatentAttentionConfig | None = None
+    """deepseek: the shape of its attention."""
 
     @model_validator(mode="after")
     def _with_defaults_of_family(self) -> ModelConfig:
@@ -183,6 +266,16 @@ class ModelConfig(Section):
     def attention_width(self) -> int:
         """Width of all attention heads together, in elements."""
         return self.heads * self.head_size
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer`, from 0, has experts instead of an MLP."""
+        moe = self.moe
+        return moe is not None and layer >= moe.first_dense and (layer + 1) % moe.every == 0
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers that have experts."""
+        return tuple(layer for layer in range(self.layers) if self.has_experts(layer))
 
     def window(self, layer: int) -> int | None:
         """Number of tokens that a token attends to in layer `layer`; None: all preceding tokens."""

@@ -47,6 +47,17 @@ class ParallelConfig(Section):
     context_order: Literal["zigzag", "contiguous"] | None = None
     """Which part of the sequence a context rank has. zigzag: two runs, i and 2c - 1 - i of 2c equal ones, so that under
     a causal mask all ranks compute equally much; contiguous: one. Default: zigzag."""
+    expert: AxisSize | None = None
+    """Expert-parallel size (e): number of ranks that the experts of each layer are spread over, among the data x
+    context ranks that would hold the same; each token goes to its experts' ranks and back. Default: 1. Untested on
+    several GPUs (docs/tested.md)."""
+    expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
+    """How tokens come to the ranks of their experts. all_gather: each rank gets the tokens of all e ranks, and takes
+    those for its experts; all_to_all: only tokens for its experts are sent to it. Default: all_gather up to e =
+    model.moe.per_token, from where on all_to_all sends less."""
+    expert_tensor: Literal[1] | None = None
+    """1: each expert is whole on one rank, and the tensor ranks have different experts; default: each expert is split
+    over the tensor ranks."""
     virtual_stages: Layers = 1
     """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the other schedules."""
     stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
@@ -96,6 +107,16 @@ class ParallelConfig(Section):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.tensor * self.pipeline * self.data * self.context
+
+    @property
+    def expert_size(self) -> int:
+        """Expert-parallel size."""
+        return self.expert or 1
+
+    @property
+    def expert_holders(self) -> int:
+        """Number of ranks that hold the same experts."""
+        return self.holders // self.expert_size
 
     @property
     def holders(self) -> int:

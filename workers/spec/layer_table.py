@@ -191,7 +191,37 @@ class Activation:
     y: Tensor
 
 
-Operation = Norm | Products | Rotary | Attention | Activation
+@dataclass(frozen=True)
+class Experts:
+    """A router, and the experts that a rank has, each an MLP with SwiGLU. Every token of the input goes to `per_token`
+    of the model's experts, whose weighted results are summed."""
+
+    x: Tensor
+    y: Tensor
+    router: Weight
+    """[experts, h], whole on every rank."""
+    shared_gate: Weight | None
+    """[1, h], whole on every rank: what the shared experts' result is multiplied by."""
+    weights: tuple[tuple[Weight, Weight, Weight], ...]
+    """Gate, up and down of each expert that the rank has."""
+    experts: int
+    """Experts of the layer, on all ranks."""
+    per_token: int
+
+    @property
+    def inner(self) -> int:
+        """Inner width of an expert on this rank."""
+        return self.weights[0][0].rows
+
+    @property
+    def all_weights(self) -> tuple[Weight, ...]:
+        """Weights of the experts that the rank has, matrix by matrix, the router's and that of the shared experts'
+        gate."""
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (*(each for matrices in zip(*self.weights, strict=True) for each in matrices), self.router, *gate)
+
+
+Operation = Norm | Products | Rotary | Attention | Activation | Experts
 
 
 @dataclass(frozen=True)
@@ -241,10 +271,16 @@ class LayerTable:
         return next(each for each in self.operations if isinstance(each, Attention))
 
     @cached_property
+    def experts(self) -> Experts | None:
+        """The experts, of a layer that has some."""
+        return next((each for each in self.operations if isinstance(each, Experts)), None)
+
+    @cached_property
     def weights(self) -> tuple[Weight, ...]:
-        """All weights, those of linear layers first."""
+        """All weights, those of linear layers first, then those of experts."""
         norms = tuple(each.weight for each in self.operations if isinstance(each, Norm))
-        return (*(weight for each in self.products for weight in each.weights), *norms)
+        experts = () if self.experts is None else self.experts.all_weights
+        return (*(weight for each in self.products for weight in each.weights), *experts, *norms)
 
     @cached_property
     def adapters(self) -> dict[str, int]:
@@ -277,14 +313,18 @@ def _all_rows(name: str, rows: int) -> Rows:
     return Rows(name, 0, rows, rows, 1)
 
 
-def layer_table(model: ModelConfig, tensor: int = 1, layer: int = 0, lora: LoraConfig | None = None) -> LayerTable:
-    """Layer `layer` of a model, on one of `tensor` tensor ranks, with its adapters."""
-    return _layer_table(model, tensor, model.window(layer), lora)
+def layer_table(
+    model: ModelConfig, tensor: int = 1, layer: int = 0, lora: LoraConfig | None = None, expert: int = 1
+) -> LayerTable:
+    """Layer `layer` of a model, on one of `tensor` tensor ranks, with its adapters. Of `expert` ranks that its experts
+    are spread over it is the first."""
+    has_experts = model.has_experts(layer)
+    return _layer_table(model, tensor, model.window(layer), lora, expert if has_experts else 0)
 
 
 def layer_table_of(spec: JobSpec, layer: int = 0) -> LayerTable:
     """Layer `layer` of a job, on one of its tensor ranks."""
-    return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora)
+    return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora, spec.layout.expert_size)
 
 
 def is_adapter(name: str) -> bool:
@@ -299,8 +339,12 @@ def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
 
 
 @lru_cache(maxsize=256)
-def _layer_table(model: ModelConfig, tensor: int, window: int | None, lora: LoraConfig | None) -> LayerTable:
-    blocks = _attention(model, tensor, window), _mlp(model, tensor)
+def _layer_table(
+    model: ModelConfig, tensor: int, window: int | None, lora: LoraConfig | None, expert: int
+) -> LayerTable:
+    """`expert`: 0 for a layer without experts."""
+    mlp = _expert_mlp(model, tensor, expert) if expert else _mlp(model, tensor, model.ffn_size)
+    blocks = _attention(model, tensor, window), mlp
     if lora is None:
         return LayerTable(blocks)
     names = {ADAPTED[target] for target in lora.targets or ADAPTED}
@@ -368,13 +412,41 @@ def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
     return Block("attention", (norm, products, *between, core, output), model.dropout > 0)
 
 
-def _mlp(model: ModelConfig, tensor: int) -> Block:
-    inner, norm, names = model.ffn_size // tensor, _norm(model, "mlp"), ("gate", "up")[not model.parts.gated_mlp :]
+def _mlp(model: ModelConfig, tensor: int, width: int, prefix: str = "mlp") -> Block:
+    """An MLP of inner width `width`, whose weights' names begin with `prefix`."""
+    inner, norm, names = width // tensor, _norm(model, "mlp"), ("gate", "up")[not model.parts.gated_mlp :]
+    name = prefix.replace(".", "_")
     ys, weights = (
-        [Tensor(f"mlp_{name}", inner) for name in names],
-        [_input_weight(model, f"mlp.{name}", inner) for name in names],
+        [Tensor(f"{name}_{each}", inner) for each in names],
+        [_input_weight(model, f"{prefix}.{each}", inner) for each in names],
     )
-    active = Tensor("mlp_activation", inner, recomputed_by="mlp_activation")
+    active = Tensor(f"{name}_activation", inner, recomputed_by="mlp_activation")
     products = Products(norm.y, tuple(ys), tuple(weights), sums=False)
-    output = _output(model, "mlp", "mlp.down", active)
+    output = _output(model, name, f"{prefix}.down", active)
     return Block("mlp", (norm, products, Activation(tuple(ys), active), output), model.dropout > 0)
+
+
+def _expert_mlp(model: ModelConfig, tensor: int, expert: int) -> Block:
+    """Experts, and shared experts as one MLP beside them."""
+    moe, h = model.moe, model.hidden_size
+    assert moe is not None
+    shared = _mlp(model, tensor, moe.shared_size, "mlp.shared") if moe.shared_size else None
+    norm, inner = _norm(model, "mlp"), moe.ffn_hidden_size // tensor
+
+    def weight(name: str, rows: int, columns: int) -> Weight:
+        return Weight(f"mlp.{name}", rows, columns, False, (_all_rows(f"mlp.{name}", rows),))
+
+    def matrices(name: str) -> tuple[Weight, Weight, Weight]:
+        gate, up = (weight(f"experts.{name}.{each}", inner, h) for each in ("gate", "up"))
+        return gate, up, weight(f"experts.{name}.down", h, inner)
+
+    experts = Experts(
+        norm.y,
+        Tensor("mlp_experts_output", h, own=True),
+        weight("router", moe.experts, h),
+        weight("shared_gate", 1, h) if shared is not None and moe.shared_gate else None,
+        tuple(matrices(str(number)) for number in range(moe.experts // expert)),
+        moe.experts,
+        moe.per_token,
+    )
+    return Block("mlp", (norm, experts, *(shared.operations[1:] if shared else ())), model.dropout > 0)
