@@ -54,7 +54,8 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
             f"{queries} heads of queries and {values} of keys and values, {model.head_size} wide each, are not"
         )
         yield Problem("model.head_dim", problem, str(nearest_multiple(unit, model.head_size)))
-    if model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
+    has_mlp = len(model.expert_layers) < model.layers  # experts compute in 16 bits
+    if has_mlp and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
         problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
         nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
         yield Problem("model.ffn_hidden_size", problem, nearest)
@@ -89,6 +90,8 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
         yield f"train.fp8 {train.fp8}: 8-bit weights move to new addresses in each step"
     if spec.data.documents == "apart":
         yield "data.documents apart: where documents end differs between micro-batches"
+    if spec.model.moe is not None:
+        yield "model.moe: how many tokens an expert gets differs between micro-batches"
     if spec.model.family == "custom":
         yield "custom models: their Python code would not be replayed"
 

@@ -49,6 +49,8 @@ def _experts_are_supported(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("model.family", "deepseek is not supported yet", "llama", unsupported=True)
     if model.moe is not None and model.family not in ("llama", "qwen", "deepseek"):
         yield Problem("model.moe", f"{model.family} has no experts; llama and qwen have", "null", unsupported=True)
+    if model.moe is not None and model.bias:
+        yield Problem("model.bias", "experts have no biases", "false", unsupported=True)
     if model.latent_attention is not None:
         yield Problem("model.latent_attention", "not supported yet", "null", unsupported=True)
     if not isinstance(spec.parallel, str):
