@@ -60,11 +60,13 @@ class StepRows:
 
 def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
     """Breakdown of the step being measured: mean seconds over ranks for each part, including `snapshot_seconds`, for
-    which the last snapshot held up this rank's training thread; communication along `context` only if there is any.
-    Ends the measurement; all ranks call it at the same step. Raises PeerLost."""
+    which the last snapshot held up this rank's training thread; communication along `context` and `expert` only if
+    there is any. Ends the measurement; all ranks call it at the same step. Raises PeerLost."""
     seconds: dict[str, float] = dict(comm.step.parts.end().items())
     if comm.size("context") == 1:
         del seconds["context_communication"]
+    if comm.size("expert") == 1:
+        del seconds["dispatch"], seconds["combine"]
     seconds["snapshot"] = snapshot_seconds
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", shared)

@@ -62,6 +62,9 @@ class ForwardPass:
     adapter_keys_b: torch.Tensor | None = None
     """Dropout keys of the samples for inputs of adapters; None: no dropout of these."""
 
+    most_samples: int = 0
+    """With expert parallelism, samples of this micro-batch on the rank of the expert-parallel group that has most."""
+
     @property
     def adapter_dropout(self) -> InputDropout | None:
         """Dropout of the inputs of adapters."""
