@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from manta.workers.config import JobSpec, ModelConfig
-from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
+from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
 from manta.workers.spec.problems import Problem
 
 
@@ -148,9 +148,7 @@ def _spread_experts_fit(spec: JobSpec) -> Iterator[Problem]:
     if size == 1:
         return
     if layout.zero >= 2:
-        rule = (
-            f"zero: {layout.zero} is not supported yet with parallel.expert {size}: fewer ranks hold the same experts"
-        )
+        rule = f"zero: {layout.zero} is not supported yet with parallel.expert {size}: fewer ranks hold an expert"
         yield Problem("parallel.zero", rule, "1")
     if spec.train.deterministic == "elastic":
         rule = f"not supported yet with parallel.expert {size}: an expert's sum depends on how replicas are grouped"
