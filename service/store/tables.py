@@ -89,6 +89,8 @@ class Job(Base):
     """Pipeline-parallel size in use; None: as in the spec."""
     context: Mapped[int | None] = mapped_column()
     """Context-parallel size in use; None: as in the spec."""
+    expert: Mapped[int | None] = mapped_column()
+    """Expert-parallel size in use; None: as in the spec."""
     wanted_replicas: Mapped[int | None] = mapped_column()
     """Data-parallel replicas that the user last asked for; None: as in the spec."""
     generation: Mapped[int] = mapped_column(default=0)

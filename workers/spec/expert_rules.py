@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec, ModelConfig, ParallelConfig
 from manta.workers.spec.divisors import nearest_divisor, nearest_multiple
 from manta.workers.spec.problems import Problem
 
@@ -25,10 +25,9 @@ def inner_widths(model: ModelConfig) -> tuple[int, ...]:
     return (*dense_widths(model), *experts)
 
 
-def replica_unit(spec: JobSpec) -> int:
-    """The number of replicas is a multiple of this, so that expert groups are complete: of a group of e ranks some may
-    share the same replica's sequences."""
-    layout = spec.layout
+def replica_unit(layout: ParallelConfig) -> int:
+    """The number of replicas is a multiple of this, so that expert groups are complete: the ranks of a group that are
+    context ranks share a replica."""
     return layout.expert_size // math.gcd(layout.expert_size, layout.context)
 
 
@@ -134,8 +133,9 @@ def _experts_are_spread(spec: JobSpec) -> Iterator[Problem]:
 
 
 def _sizes_have_whole_groups(spec: JobSpec) -> Iterator[Problem]:
-    data, unit = spec.layout.data, replica_unit(spec)
-    for key, limit in (("min_data", spec.elastic.min_data), ("max_data", spec.elastic.max_data)):
+    data, unit, elastic = spec.layout.data, replica_unit(spec.layout), spec.elastic
+    least = None if elastic.reshape else elastic.min_data  # below, experts are spread over fewer ranks
+    for key, limit in (("min_data", least), ("max_data", elastic.max_data)):
         if limit is not None and limit % unit:
             problem = f"must be a multiple of {unit}: replicas come and go in whole groups of parallel.expert"
             down = limit // unit * unit

@@ -1,4 +1,4 @@
-"""The schema of release 0.4.0: the context size that a job runs with, which release 0.3.0 may ignore."""
+"""The schema of release 0.4.0: the context and expert sizes that a job runs with, which release 0.3.0 may ignore."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ down_revision = "0018"
 
 
 def upgrade() -> None:
-    """Jobs that are there have the size of their spec."""
+    """Jobs that are there have the sizes of their spec."""
     with op.batch_alter_table("jobs", recreate="never") as jobs:
-        jobs.add_column(sa.Column("context", sa.Integer()))
+        for size in ("context", "expert"):
+            jobs.add_column(sa.Column(size, sa.Integer()))
 
 
 def downgrade() -> None:
-    """Forget it."""
+    """Forget them."""
     with op.batch_alter_table("jobs", recreate="never") as jobs:
-        jobs.drop_column("context")
+        for size in ("context", "expert"):
+            jobs.drop_column(size)
