@@ -25,10 +25,10 @@ RankPath = Annotated[int, Path(ge=0, le=10**8, description="Global rank")]
 def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     """All ranks of the job's current gang, sorted by number, with samples of their last few seconds."""
     with control.store.read() as session:
-        jobs.get(session, job_id)
+        layout = views.known_layout(jobs.get(session, job_id))
         rows = ranks.of_job(session, job_id)
         numbers = ranks.newest_numbers(session, job_id)
-    return schemas.Items(items=views.rank_views(rows, numbers))
+    return schemas.Items(items=views.rank_views(rows, numbers, layout))
 
 
 @router.get("/ranks/history", responses=reads(*OF_A_JOB))

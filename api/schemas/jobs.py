@@ -23,6 +23,8 @@ class RankPlace(Answer):
     """Index of its replica."""
     context: int
     """Index in its context group."""
+    expert: int | None = None
+    """Index in its expert group: which of the equal parts of the experts it has; null if it has all."""
 
 
 class Straggler(Answer):

@@ -142,7 +142,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service, job):
 
     service.store.write(prepare)
     shown = service.http.get(f"/v1/jobs/{job['id']}/ranks").json()
-    unknown = dict.fromkeys(("own_seconds", "wait_seconds", "memory_bytes", "straggler"))
+    unknown = dict.fromkeys(("expert", "own_seconds", "wait_seconds", "memory_bytes", "straggler"))
     assert shown == {"items": [{**row, "context": 0, "state": "running", **unknown}], "next_cursor": None}
     saved = service.http.get(f"/v1/jobs/{job['id']}/checkpoints").json()["items"]
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
