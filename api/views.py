@@ -28,6 +28,7 @@ from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.liveness.expert_load import expert_load
 from manta.workers.liveness.rank_samples import unpacked
 
 Shown = TypeVar("Shown", bound=schemas.Answer)
@@ -254,6 +255,18 @@ def rank_views(
         answer(schemas.Rank, row, expert=expert, **(known[row.rank] if row.rank < len(known) else {}))
         for row, expert in zip(rows, experts, strict=True)
     ]
+
+
+def expert_tokens_view(spec: JobSpec, counted: tuple[int, Sequence[float]] | None) -> schemas.ExpertTokens:
+    """The step and the tokens that chose each expert in it, layer by layer."""
+    moe = spec.model.moe
+    if counted is None or moe is None:
+        return schemas.ExpertTokens(step=None, layers=[], tokens=[], load=[])
+    step, flat = counted
+    starts = range(0, len(flat), moe.experts)
+    tokens = [[round(count) for count in flat[start : start + moe.experts]] for start in starts]
+    load = [expert_load([counts]) for counts in tokens]
+    return schemas.ExpertTokens(step=step, layers=[*spec.model.expert_layers], tokens=tokens, load=load)
 
 
 def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:

@@ -119,6 +119,7 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
         "layout": layout_of(job),
         "validation loss": figure(latest.get("validation_loss"), 4),
         **{f"validation loss of {name}": figure(latest.get(metric), 4) for name, metric in measured.items()},
+        "expert load": figure(latest.get(metric_names.EXPERT_LOAD), 2),
         "MFU": percent(mean.get("mfu_full")),
         "MFU, causal attention": percent(mean.get("mfu_causal")),
         "memory of the largest rank": size(latest.get("memory_bytes")),

@@ -14,7 +14,7 @@ from manta.api.threads import read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.running_ranks import NoRanks, ObservedWaits, RankNotFound, RankTimeout
 from manta.service.store import jobs, ranks
-from manta.service.stored_specs import SpecNotUnderstood
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
 
@@ -46,6 +46,15 @@ def get_rank_history(
         jobs.get(session, job_id)
         history = ranks.history(session, job_id, after_step, max_points)
     return views.answer(schemas.RankHistory, history)
+
+
+@router.get("/experts", responses=reads(*OF_A_JOB, SpecNotUnderstood))
+def get_expert_tokens(control: Control, job_id: JobId) -> schemas.ExpertTokens:
+    """How many tokens chose each expert in the last step of the newest sample; empty for a job without experts."""
+    with control.store.read() as session:
+        spec = stored_spec(jobs.get(session, job_id)).spec
+        counted = ranks.expert_tokens(session, job_id)
+    return views.expert_tokens_view(spec, counted)
 
 
 @router.get(

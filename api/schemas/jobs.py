@@ -114,6 +114,19 @@ class RankHistory(Answer):
     """For each sample and rank: time per step that the rank did not wait for others."""
 
 
+class ExpertTokens(Answer):
+    """How evenly tokens are spread over a job's experts."""
+
+    step: int | None
+    """Step whose tokens are counted, the last of the newest sample; null before the first one."""
+    layers: list[int]
+    """The model's layers that have experts, ascending."""
+    tokens: list[list[int]]
+    """For each of these layers and each of its experts the tokens that chose it, to seven digits."""
+    load: list[float]
+    """For each of these layers the tokens of its busiest expert over the mean of its experts."""
+
+
 class Fault(Answer):
     """A fault to be injected. The event `fault_injected` reports the request, and `fault_struck` that it has
     happened."""

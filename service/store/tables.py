@@ -347,6 +347,8 @@ class RankNumbers(Base):
     """Memory in use on each rank, packed."""
     stragglers: Mapped[list[dict[str, Any]]] = mapped_column(Document, default=list)
     """Ranks that held up the others: rank, own_seconds, usual_seconds, sentence."""
+    expert_tokens: Mapped[str | None] = mapped_column(AnyText)
+    """Tokens that chose each expert in the last step, layer by layer, packed; None: not the newest sample, or none."""
 
 
 class Event(Base):

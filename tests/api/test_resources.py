@@ -232,6 +232,24 @@ def test_rank_numbers_are_shown_for_the_last_step_and_as_history(service):
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?max_points=301").status_code == 422
 
 
+def test_tokens_of_experts_are_shown_by_layer(service, document):
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16, "first_dense": 1}
+    job = service.submit(model={**document["model"], "family": "llama", "layers": 3, "moe": moe})["id"]
+    path = f"/v1/jobs/{job}/experts"
+    assert service.http.get(path).json() == {"step": None, "layers": [], "tokens": [], "load": []}
+
+    def prepare(session):
+        generations.begin(session, job, "submitted", False)
+        counts = packed([10, 10, 10, 10, 25, 5, 6, 4])
+        sample = RankSample(5, 1.0, None, packed([7.0]), expert_tokens=counts)
+        ranks.store_numbers(session, job, 1, sample, 10.0)
+
+    service.store.write(prepare)
+    assert service.http.get(path).json() == {
+        "step": 5, "layers": [1, 2], "tokens": [[10] * 4, [25, 5, 6, 4]], "load": [1.0, 2.5],
+    }  # fmt: skip
+
+
 def test_weights_are_exported_below_the_folder_for_that(service):
     job = service.submit()["id"]
 

@@ -179,8 +179,8 @@ class ElasticConfig(Section):
     """Maximum number of replicas that the job may grow to; default: parallel.data."""
     reshape: StrictBool = False
     """Whether the job may continue with smaller tensor, pipeline, context and expert sizes, which divide the configured
-    ones, if min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank holds
-    more of the model, and the loss curve is the same except for rounding."""
+    ones, if min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank
+    holds more of the model, and the loss curve is the same except for rounding."""
 
 
 class ResourcesConfig(Section):
