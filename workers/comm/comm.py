@@ -37,6 +37,7 @@ _COUNTED_AS: dict[Axis, StepPhase] = {
     "data": "data_communication",
     "holders": "data_communication",
     "context": "context_communication",
+    "expert_holders": "data_communication",
 }
 
 
