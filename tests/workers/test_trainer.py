@@ -346,7 +346,7 @@ def test_straggler_is_reported_by_rank_0_unless_stragglers_are_ignored(tmp_path)
     class Stragglers:
         named = (straggler,)
 
-        def add(self, own_seconds):
+        def add(self, own_seconds, loads=None):
             given.append(own_seconds)
             return [straggler] if len(given) == 2 else []
 

@@ -55,6 +55,11 @@ class StepStatistics:
     """What ranks were asked for, and do, after the step."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
+    balance_loss: float | None = None
+    """Balance loss of the experts' routers, summed over layers: the mean over the sequences of the global batch, times
+    its weight; None without."""
+    expert_tokens: tuple[tuple[int, ...], ...] | None = None
+    """Tokens that chose each expert, [layers with experts, experts]; None without experts."""
 
     @property
     def finite(self) -> bool:
