@@ -9,6 +9,7 @@ from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import nearest_multiple
+from manta.workers.spec.expert_rules import dense_widths
 from manta.workers.spec.problems import Problem
 from manta.workers.spec.sequence_runs import shortest_unit
 
@@ -54,8 +55,7 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
             f"{queries} heads of queries and {values} of keys and values, {model.head_size} wide each, are not"
         )
         yield Problem("model.head_dim", problem, str(nearest_multiple(unit, model.head_size)))
-    has_mlp = len(model.expert_layers) < model.layers  # experts compute in 16 bits
-    if has_mlp and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
+    if dense_widths(model) and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
         problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
         nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
         yield Problem("model.ffn_hidden_size", problem, nearest)
