@@ -31,6 +31,7 @@ from manta.workers.spec.reading import parse_job_spec
 STEPS = 3
 ALL_MODULES = ["core_attention", "norm", "mlp_activation"]
 SMALL = {"bucket_megabytes": 0.004}
+EXPERTS = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "balance": {"weight": 0.1, "bias_rate": 0.01}}
 
 # (tensor, pipeline), schedule and recomputation; sections of the job.
 Case = tuple[tuple[int, int], dict[str, Any], dict[str, Any]]
@@ -77,6 +78,10 @@ CASES: dict[str, Case] = {
         (1, 1), {"context": 2}, {"train": {"lora": {"rank": 3, "dropout": 0.1}, "precision": "bf16"}},
     ),
     "t2 p2 zb-h1 with dropout": ((2, 2), {"schedule": "zb-h1"}, {"model": {"dropout": 0.1}}),
+    "c2 experts": ((1, 1), {"context": 2, **SMALL}, {"model": {"family": "llama", "moe": EXPERTS}}),
+    "t2 experts, bf16": (
+        (2, 1), {"recompute": "full"}, {"model": {"family": "qwen", "moe": EXPERTS}, "train": {"precision": "bf16"}},
+    ),
     "t2 p2 zb-v": ((2, 2), {"schedule": "zb-v", "virtual_stages": 2}, {"model": {"kv_heads": 1}}),
 }  # fmt: skip
 
