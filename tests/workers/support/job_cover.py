@@ -17,6 +17,7 @@ Factors = dict[str, tuple[Any, ...]]
 Row = dict[str, Any]
 Made = TypeVar("Made")
 
+EXPERTS = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "balance": {"bias_rate": 0.01}}
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 """Each with its virtual stages."""
 LAYOUTS = ((2, 2, 2), (1, 4, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
@@ -31,6 +32,7 @@ FACTORS: Factors = {
     "recompute": ("none", "selective", "full"),
     "deterministic": ("layout", "elastic"),
     "tied": (True, False),
+    "experts": (False, True),
     "precision": ("fp32", "bf16", "fp16"),
     "z_loss": (0.0, 1e-4),
     "frozen": ((), ("embedding",), ("embedding", "layers.0-1")),
@@ -70,6 +72,7 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
         "model": {
             "family": row["family"],
             "layers": layers,
+            "moe": EXPERTS if row["experts"] else None,
             "tie_embeddings": row["tied"],
             "kv_heads": 2 if row["family"] != "gpt" else None,
         },
