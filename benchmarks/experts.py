@@ -119,7 +119,7 @@ def _their_run(experts: ExpertMLP, options: argparse.Namespace) -> Run:
     weights = experts.experts
     with torch.no_grad():
         block.gate.weight.copy_(experts.router.weight)
-        both = [torch.cat(pair) for pair in zip(weights.gates, weights.ups, strict=True)]
+        both = [torch.cat(list(pair)) for pair in zip(weights.gates, weights.ups, strict=True)]
         block.experts.gate_up_proj.copy_(torch.stack(both))
         block.experts.down_proj.copy_(torch.stack(weights.downs))
 
