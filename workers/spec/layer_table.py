@@ -294,6 +294,17 @@ class LayerTable:
         return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector} | self.adapters
 
     @cached_property
+    def dense_matrices(self) -> dict[str, int]:
+        """The `matrices` that every token is multiplied with: all but those of experts."""
+        return {name: size for name, size in self.matrices.items() if name not in self.of_experts}
+
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """Names of the parameters, within the layer, that only the ranks with the same experts hold."""
+        experts = () if self.experts is None else self.experts.weights
+        return frozenset(f"{weight.name}.weight" for matrices in experts for weight in matrices)
+
+    @cached_property
     def parameters(self) -> dict[str, int]:
         """Elements of each parameter by its name within the layer."""
         sizes: dict[str, int] = {}
