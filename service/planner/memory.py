@@ -16,7 +16,7 @@ from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import DeviceBytes, bytes_of_stage
 from manta.workers.accounting.flops import layers_of_rank, stages_on_rank
-from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
+from manta.workers.accounting.state_costs import SLOTS, copies_bytes, held_bytes, host_state_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
@@ -144,8 +144,7 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
-    held = max(state_bytes_of_ranks(spec)) / spec.layout.state_shards
-    return round((SLOTS * held + waiting) * ranks)
+    return round((SLOTS * held_bytes(spec) + waiting) * ranks)
 
 
 def layers_with_room(

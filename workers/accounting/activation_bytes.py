@@ -28,6 +28,7 @@ from manta.workers.spec.parameters import (
     frozen_names,
     is_partly_frozen,
     layers_differ,
+    layers_of_kinds,
     needs_gradient,
     output_weight,
     parameter_names,
@@ -147,15 +148,11 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
 
 
 def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]]:
-    """For each group of the `layers` that have the same parameters frozen, one layer and their number; those before
-    `first` have no backward and are left out."""
+    """For each kind of the `layers`, one layer and their number; those before `first` have no backward and are left
+    out."""
     if not layers_differ(spec):
         return [(layers[0], len(layers))]
-    by_layer, known = frozen_by_layer(spec), dict[frozenset[str], tuple[int, int]]()
-    for layer in layers:
-        if layer >= first:
-            known[by_layer[layer]] = layer, known.get(by_layer[layer], (layer, 0))[1] + 1
-    return known.values()
+    return layers_of_kinds(spec, (layer for layer in layers if layer >= first))
 
 
 def saved_terms(spec: JobSpec, layer: int, policy: str) -> dict[str, int]:
@@ -267,19 +264,25 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(spec)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
-    total = 0
-    for each in layer_table_of(spec).products:
-        if not may_be_deferred(spec, each):
-            continue
-        results = each.ys
-        if each.sums:  # the gradient of the sum is gathered
-            results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
-        inner = Tensor("inner_gradients", each.inner_columns)
-        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
+    total = sum(times * _deferred_of_layer(spec, layer) for layer, times in layers_of_kinds(spec, layers))
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
         total += width * (outside * h + tokens * vocabulary_rows(spec))
+    return total
+
+
+def _deferred_of_layer(spec: JobSpec, layer: int) -> int:
+    """The part of `deferred_bytes` that one layer holds."""
+    total = 0
+    for each in layer_table_of(spec, layer).products:
+        if not may_be_deferred(spec, each):
+            continue
+        results = each.ys
+        if each.sums:  # the gradient of the sum is gathered
+            results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
+        inner = Tensor("inner_gradients", each.inner_columns)
+        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
     return total
 
 

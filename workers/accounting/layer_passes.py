@@ -21,10 +21,11 @@ from manta.workers.accounting.activation_bytes import (
     width_of,
 )
 from manta.workers.accounting.context_passes import TilePasses, exchange
-from manta.workers.accounting.flops import layers_of_rank
+from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import (
     Activation,
     Attention,
@@ -38,6 +39,7 @@ from manta.workers.spec.layer_table import (
     layer_table,
     layer_table_of,
 )
+from manta.workers.spec.parameters import layers_of_kinds
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
@@ -398,11 +400,19 @@ WEIGHT_BYTES = 2
 
 
 def weight_bytes(spec: JobSpec, rank: int) -> int:
-    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
+    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step.
+    Those of experts stay in 16 bits."""
     if spec.train.fp8 == "off":
         return 0
-    matrices = layer_table(spec.model, spec.layout.tensor).matrices
-    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
+    layout, layers = spec.layout, spec.model.layers
+    own = (layer for index in stages_on_rank(spec, rank) for layer in layers_of(layers, layout, index))
+    return WEIGHT_BYTES * sum(times * in_8_bits(spec, layer) for layer, times in layers_of_kinds(spec, own))
+
+
+def in_8_bits(spec: JobSpec, layer: int) -> int:
+    """Elements of a layer's matrices on one tensor rank that are multiplied in 8 bits with train.fp8."""
+    table = layer_table(spec.model, spec.layout.tensor, layer)
+    return sum(weight.elements for products in table.products for weight in products.weights)
 
 
 class EightBits:

@@ -27,8 +27,8 @@ from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import chunk_location, layers_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
+    layer_kinds,
     layers_differ,
     needs_gradient,
     output_weight,
@@ -60,8 +60,8 @@ class StepPeak:
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
         self._may_sum_separately = sums_separately
         self.sums_separately = sums_separately and several and self.output_trained and self.sizes.width < WIDE
-        self._frozen = frozen_by_layer(spec) if layers_differ(spec) else None
-        self._layers: dict[tuple[bool, frozenset[str] | None, tuple[str, ...]], LayerPasses] = {}
+        self._kinds = layer_kinds(spec) if layers_differ(spec) else None
+        self._layers: dict[tuple[object, ...], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         self._of_stages: dict[tuple[object, ...], Pass] = {}
         self._layers_are_alike = layers_are_alike(spec)
@@ -157,8 +157,8 @@ class StepPeak:
         layout = self.spec.layout
         policy = layout.recompute if recomputed else "none"
         modules = tuple(layout.recompute_modules) if policy == "selective" else ()
-        frozen = None if self._frozen is None else self._frozen[layer]
-        alike = self.spec.model.window(layer) is not None, frozen, modules
+        kind = None if self._kinds is None else self._kinds[layer]
+        alike = self.spec.model.window(layer) is not None, kind, modules
         if alike not in self._layers:
             self._layers[alike] = LayerPasses(self.spec, layer, modules, self.gpu)
         return self._layers[alike], policy == "full" and layer % layout.recompute_every == 0
