@@ -92,7 +92,10 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
         incoming = WIDE * buffer_elements(units_of(spec), lambda unit: unit.trained) // holders * (holders - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)
-    activations, in_passes = bytes_of_rank(spec, stage, micro_batches), passes.of_rank(stage, micro_batches)
+    activations, in_passes = (
+        bytes_of_rank(spec, stage, micro_batches, passes.rows),
+        passes.of_rank(stage, micro_batches),
+    )
     most = max(in_passes, copies, incoming if spec.layout.sharding < 2 else in_passes + incoming)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
     return DeviceBytes(stage, parameters, gradients, optimizer, activations, workspace)

@@ -119,7 +119,8 @@ class ParameterCounts(NamedTuple):
     def minus(self, other: ParameterCounts) -> ParameterCounts:
         """The difference, number by number."""
         before, experts = tuple(map(sub, self.before, other.before)), tuple(map(sub, self.experts, other.experts))
-        return ParameterCounts(before, *map(sub, self[1:4], other[1:4]), experts)
+        ends = self.first - other.first, self.last - other.last, self.both - other.both
+        return ParameterCounts(before, *ends, experts)
 
     @property
     def of_experts(self) -> ParameterCounts:
@@ -148,12 +149,11 @@ def parameter_counts(
         count({name: table.parameters[name] for name in table.of_experts}, f"layers.{layer}.")
         for layer, table in enumerate(tables)
     )
-    ends = ((True, False), (False, True), (True, True))
-    return ParameterCounts(
-        tuple(accumulate(layers, initial=0)),
-        *(count(parameters_of_ends(model, rows, *each)) for each in ends),
-        tuple(accumulate(experts, initial=0)),
+    first, last, both = (
+        count(parameters_of_ends(model, rows, *ends)) for ends in ((True, False), (False, True), (True, True))
     )
+    before = tuple(accumulate(layers, initial=0))
+    return ParameterCounts(before, first, last, both, tuple(accumulate(experts, initial=0)))
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:

@@ -241,7 +241,12 @@ class Block:
     @property
     def ends_in_product(self) -> bool:
         """Whether nothing is between the last product and the sum, which without dropout the product computes."""
-        return isinstance(self.operations[-1], Products)
+        return isinstance(self.operations[-1], Products | Experts)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts, which the operations after them, those of shared experts, are a part of; None without."""
+        return next((each for each in self.operations if isinstance(each, Experts)), None)
 
     @property
     def mask(self) -> str:
@@ -273,7 +278,7 @@ class LayerTable:
     @cached_property
     def experts(self) -> Experts | None:
         """The experts, of a layer that has some."""
-        return next((each for each in self.operations if isinstance(each, Experts)), None)
+        return next((block.experts for block in self.blocks if block.experts), None)
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
