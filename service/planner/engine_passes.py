@@ -14,7 +14,7 @@ from manta.service.planner.operations import WIDE, Budget, attention_seconds, me
 from manta.service.planner.software import Software
 from manta.workers.accounting.step_peak import LOSS_ELEMENTS, LOSS_ROWS
 from manta.workers.config import JobSpec
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Rotary
+from manta.workers.spec.layer_table import Activation, Attention, Block, Experts, Norm, Operation, Products, Rotary
 
 LAYER, COMPILED_LAYER = (35, 45), (45, 60)
 """Host time of a layer in addition to launching its kernels, in units of one kernel launch, forward and backward:
@@ -117,6 +117,8 @@ class EnginePasses(LayerTime):
                         self._elements(budget, 6 * self.width * self.tokens * turned, 5)
             case Attention():
                 self._attend(budget, self._attention_forward)
+            case Experts():
+                self._compute_experts(budget)
             case Activation(xs=xs, y=y) if self.compiled:
                 self._elements(budget, (1 + len(xs)) * self.width * self._elements_of(y))
             case Activation():
@@ -163,6 +165,8 @@ class EnginePasses(LayerTime):
                 if self.grouped:  # each head's gradients of keys and values, and their sums over groups
                     moved = self.width * self.tokens * (4 * y.columns + 2 * keys)
                     budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
+            case Experts() if self.experts is not None:
+                self.experts.backward(budget)
             case Activation(xs=xs, y=y):
                 elements, gated = self._elements_of(y), len(xs) > 1
                 if self.compiled:
@@ -199,6 +203,7 @@ class EnginePasses(LayerTime):
         parameters = sum(rows * columns for rows, columns in matrices)
         self._accumulate(budget, parameters, products)
         self._adapters_gradients(budget)
+        self._gradients_of_experts(budget)
         return budget
 
     def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from manta.service.planner.communication import Groups, gather_seconds, reduce_seconds
 from manta.service.planner.context_time import ContextTime, scores_computed
+from manta.service.planner.expert_time import ExpertTime
 from manta.service.planner.hardware import HOST_COPY
 from manta.service.planner.operations import (
     ROW_BYTES,
@@ -32,6 +33,7 @@ from manta.workers.spec.layer_table import (
     Activation,
     Attention,
     Block,
+    Experts,
     Norm,
     Operation,
     Products,
@@ -68,10 +70,12 @@ class LayerTime:
     software: Software
     frozen: frozenset[str] = frozenset()
     """Names, within a layer, of parameters that are not trained; or that of the output layer's weight."""
+    layer: int = 0
+    """The layer."""
 
-    def without(self, frozen: frozenset[str]) -> LayerTime:
-        """Times of this model's parts with only the parameters in `frozen` frozen."""
-        return replace(self, frozen=frozen)
+    def without(self, frozen: frozenset[str], layer: int = 0) -> LayerTime:
+        """Times of this model's parts, with layer `layer`, with only the parameters in `frozen` frozen."""
+        return replace(self, frozen=frozen, layer=layer)
 
     def __post_init__(self) -> None:
         spec, model = self.spec, self.spec.model
@@ -79,22 +83,34 @@ class LayerTime:
         self.width, self._vocabulary = width_of(spec), vocabulary_rows(spec)
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
         self.tokens, self.outside = tokens_of(spec)
-        self.hidden, self.table = model.hidden_size, layer_table_of(spec)
+        self.hidden, self.table = model.hidden_size, layer_table_of(spec, self.layer)
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
         self.host_operations = (0, 0)
         """What a layer costs the host in addition to its operations, in units of one, forward and backward."""
+        self.experts: ExpertTime | None = None
+        """The layer's experts, if it has some."""
+        if self.table.experts is not None:
+            given = self.spec, self.groups, self.software, self.table.experts, self.frozen, self._elements
+            self.experts = ExpertTime(*given)
+        self.enters_alone = self.experts is not None and not any(
+            isinstance(each, Products) for each in self.table.blocks[-1].operations
+        )
+        """Whether experts gather their input, and sum their results over tensor ranks, without shared experts that do
+        it."""
 
-    def passes(self) -> Passes:
-        """The times of all parts."""
+    def layer_passes(self) -> tuple[Budget, Budget, Budget]:
+        """Times of the layer: forward, and both halves of backward."""
         forward, backward, weight = self.forward(), self.backward_input(), self.backward_weight()
         forward.copies = self._waiting_for_copies(forward.device_seconds)
         backward.copies = self._waiting_for_copies(backward.device_seconds + weight.device_seconds)
+        return forward, backward, weight
+
+    def passes(self) -> Passes:
+        """The times of all parts."""
         return Passes(
-            forward,
-            backward,
-            weight,
+            *self.layer_passes(),
             self.embedding_forward(),
             self.embedding_backward(),
             self.output_forward(),
@@ -110,7 +126,7 @@ class LayerTime:
         count = min(layout.offload_layers, layers)
         if count == 0:
             return 0.0
-        terms = saved_terms(self.spec, 0, layout.recompute)
+        terms = saved_terms(self.spec, self.layer, layout.recompute)
         rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
@@ -252,8 +268,17 @@ class LayerTime:
                     self._elements(budget, 2 * width * sum(map(self._elements_of, ys)))
             case Attention():
                 self._attend(budget, self._attention_forward)
+            case Experts():
+                self._compute_experts(budget)
             case Activation(xs=xs, y=y):
                 self._elements(budget, ((1 if self.software.fused else 3) + len(xs)) * width * self._elements_of(y))
+
+    def _compute_experts(self, budget: Budget) -> None:
+        """Experts' forward."""
+        assert self.experts is not None
+        self.experts.forward(budget)
+        if self.enters_alone:
+            self._communicate(budget, 2 if self.spec.layout.sequence_parallel_on else 1)
 
     def _residual(self, budget: Budget, block: Block) -> None:
         self._elements(budget, self._residual_bytes())
@@ -355,6 +380,8 @@ class LayerTime:
                 self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
             case Attention():
                 self._attend(budget, self._attention_backward, backward=True)
+            case Experts() if self.experts is not None:
+                self.experts.backward(budget)
             case Activation(xs=xs, y=y):
                 moved = (3 if self.software.fused else 5) + len(xs)
                 self._elements(budget, moved * self.width * self._elements_of(y))
@@ -363,12 +390,13 @@ class LayerTime:
         """Collectives of backward: gradients of the blocks' inputs are reduced; with sequence parallelism those of
         their outputs are gathered first, and the inputs again for the weights' gradients."""
         weights, entering = self.weight_products(), [each for each in self.table.products if not each.sums]
+        alone = int(self.enters_alone)
         if self.spec.layout.sequence_parallel_on:
             again = sum(bool(each.adapters or self._matrices(each, trained=True)) for each in entering)
-            self._communicate(budget, len(self.table.products) - len(entering))
-            self._communicate_overlapped(budget, len(entering) + again, 2 * weights)
+            self._communicate(budget, len(self.table.products) - len(entering) + alone)
+            self._communicate_overlapped(budget, len(entering) + again + 2 * alone, 2 * weights)
         else:
-            self._communicate_overlapped(budget, len(entering), weights)
+            self._communicate_overlapped(budget, len(entering) + alone, weights)
 
     def trained_matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of a layer's matrices that have gradients."""
@@ -407,7 +435,23 @@ class LayerTime:
         parameters = sum(rows * columns for rows, columns in matrices)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
         self._adapters_gradients(budget)
+        self._gradients_of_experts(budget)
         return budget
+
+    def _gradients_of_experts(self, budget: Budget) -> None:
+        """Gradients of the weights of experts and of the router."""
+        if self.experts is None:
+            return
+        seconds, kernels, elements = self.experts.weights()
+        budget.products += seconds
+        budget.operations += 2 * kernels
+        self._accumulate(budget, elements, kernels)
+
+    def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:
+        """Adding `products` gradients, of so many elements together, to the sums of micro-batches; each is computed in
+        `parts` products."""
+        moved = parts * self.software.accumulation_bytes * parameters
+        budget.accumulation += memory_seconds(self.machine, moved)
 
     @cached_property
     def _recomputed_part(self) -> float:
@@ -496,5 +540,6 @@ class LayerTime:
 
 def as_recomputation(again: Budget) -> Budget:
     """A forward that backward repeats; its communication stays communication."""
-    computes = again.device_seconds - again.tensor - again.context
-    return Budget(recomputation=computes, tensor=again.tensor, context=again.context, operations=again.operations)
+    moves = {name: getattr(again, name) for name in ("tensor", "context", "expert", "operations")}
+    computes = again.device_seconds - again.tensor - again.context - again.expert - again.stalls
+    return Budget(recomputation=computes, **moves)

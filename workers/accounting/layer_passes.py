@@ -21,14 +21,17 @@ from manta.workers.accounting.activation_bytes import (
     width_of,
 )
 from manta.workers.accounting.context_passes import TilePasses, exchange
-from manta.workers.accounting.flops import layers_of_rank
+from manta.workers.accounting.expert_passes import ExpertPasses
+from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import (
     Activation,
     Attention,
     Block,
+    Experts,
     Norm,
     Operation,
     Products,
@@ -38,6 +41,7 @@ from manta.workers.spec.layer_table import (
     layer_table,
     layer_table_of,
 )
+from manta.workers.spec.parameters import layers_of_kinds
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
@@ -74,8 +78,16 @@ class Sizes:
 class LayerPasses:
     """Forward and backward of one layer."""
 
-    def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
-        """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        layer: int,
+        modules: Collection[str] = (),
+        gpu: bool = True,
+        rows: int | None = None,
+    ):
+        """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated; `rows`: those of the
+        rank's experts, if they are not as planned."""
         self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
         self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits(spec)
         self.table = layer_table_of(spec, layer)
@@ -87,9 +99,23 @@ class LayerPasses:
             masked = attention.window is not None
             self.repeated = 2 * self._bytes(attention.y) if masked or self.sizes.width == WIDE else 0
         repeats = self.repeated > 0 and "core_attention" not in modules
-        self._saved = [block_terms(spec, layer, block, modules, repeats) for block in self._blocks]
+        self._saved = [block_terms(spec, layer, block, modules, repeats, rows) for block in self._blocks]
         self.terms = {name: size for terms in self._saved for name, size in terms.items()}
         """Bytes of each tensor kept from forward to backward."""
+        self._experts = {
+            block.name: ExpertPasses(spec, layer, block, "norm" in modules, self._norm_again, rows)
+            for block in self._blocks
+            if block.experts is not None
+        }
+
+    def _norm_again(self, tape: Tape, size: int) -> None:
+        self.norm(tape, size, self.model.parts.rms_norm)
+
+    def _operations(self, block: Block) -> tuple[Operation, ...]:
+        """A block's operations; what follows experts is a part of these."""
+        if block.experts is None:
+            return block.operations
+        return block.operations[: block.operations.index(block.experts) + 1]
 
     def _bytes(self, *tensors: Tensor) -> int:
         return sum(bytes_of(self.spec, each) for each in tensors)
@@ -103,18 +129,20 @@ class LayerPasses:
         """Without `keeps`, only the output stays."""
         tape, kept = Tape(), -self.sizes.residual
         for block, terms in zip(self._blocks, self._saved, strict=True):
-            for operation in block.operations:
-                self._forward(tape, operation)
+            for operation in self._operations(block):
+                self._forward(tape, operation, block)
             self.drop_out(tape)
             # Nothing that a block holds is freed before its end. Its output is the input of the next one.
             kept += sum(terms.values())
             tape.free(tape.now - self.sizes.residual - (kept if keeps else 0))
         return tape.total()
 
-    def _forward(self, tape: Tape, operation: Operation) -> None:
+    def _forward(self, tape: Tape, operation: Operation, block: Block) -> None:
         """One operation, whose result stays."""
         sizes = self.sizes
         match operation:
+            case Experts():
+                self._experts[block.name].forward(tape)
             case Norm(y=y, rms=rms):
                 self.norm(tape, self._bytes(y), rms)
             case Products(ys=ys, sums=False):
@@ -234,14 +262,20 @@ class LayerPasses:
         tape = Tape()
         for block in reversed(self._blocks):
             tape.allocate(self._dropped_out)
-            for operation in reversed(block.operations):
+            for operation in reversed(self._operations(block)):
                 self._backward(tape, operation, block)
             # The sum with the gradient of the residual stream. If products are deferred, that at the block's end may
             # hold the incoming gradient.
             tape.allocate_briefly(self.sizes.residual)
-            if not self._defers(block.products[-1]) or self._separate(block):
+            if not self._holds_gradient(block) or self._separate(block):
                 tape.free(self.sizes.residual)
         return tape.total()
+
+    def _holds_gradient(self, block: Block) -> bool:
+        """Whether what is deferred holds the gradient of a block's result as it came."""
+        if block.experts is not None:
+            return self.split and not self.sizes.gathered
+        return self._defers(block.products[-1])
 
     @property
     def _dropped_out(self) -> int:
@@ -255,10 +289,15 @@ class LayerPasses:
     def _backward(self, tape: Tape, operation: Operation, block: Block) -> None:
         """From the gradients of an operation's results to those of its inputs, which stay."""
         match operation:
+            case Experts():
+                norm, saved = block.operations[0], self._saved[self._blocks.index(block)]
+                assert isinstance(norm, Norm)  # which frees its input itself
+                kept = sum(size for name, size in saved.items() if name not in (norm.x.name, *norm.statistics))
+                self._experts[block.name].backward(tape, kept, self._dropped_out, self.split)
             case Norm():
                 size = self._bytes(operation.y)
                 self.norm_gradient(tape, size, operation.rms)
-                tape.free(self._dropped_out if operation is block.operations[-1] else size)
+                tape.free(self._dropped_out if operation is self._operations(block)[-1] else size)
                 self._free(tape, operation.x)
                 if operation is block.operations[0]:  # others' are freed together, before the product
                     tape.free(*(self.terms[name] for name in operation.statistics))
@@ -286,7 +325,13 @@ class LayerPasses:
 
     def deferred(self) -> tuple[Pass, ...]:
         """The deferred products for weights, in their order, each of which frees what it held."""
-        return tuple(self._deferred(each) for each in reversed(self.table.products) if self._defers(each))
+        passes: list[Pass] = []
+        for block in reversed(self._blocks if self.split else ()):
+            if block.experts is not None:
+                passes.append(self._experts[block.name].deferred())
+            else:
+                passes += [self._deferred(each) for each in reversed(block.products) if self._defers(each)]
+        return tuple(passes)
 
     def _deferred(self, product: Products) -> Pass:
         tape, sizes = Tape(), self.sizes
@@ -398,11 +443,19 @@ WEIGHT_BYTES = 2
 
 
 def weight_bytes(spec: JobSpec, rank: int) -> int:
-    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
+    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step.
+    Those of experts stay in 16 bits."""
     if spec.train.fp8 == "off":
         return 0
-    matrices = layer_table(spec.model, spec.layout.tensor).matrices
-    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
+    layout, layers = spec.layout, spec.model.layers
+    own = (layer for index in stages_on_rank(spec, rank) for layer in layers_of(layers, layout, index))
+    return WEIGHT_BYTES * sum(times * in_8_bits(spec, layer) for layer, times in layers_of_kinds(spec, own))
+
+
+def in_8_bits(spec: JobSpec, layer: int) -> int:
+    """Elements of a layer's matrices on one tensor rank that are multiplied in 8 bits with train.fp8."""
+    table = layer_table(spec.model, spec.layout.tensor, layer)
+    return sum(weight.elements for products in table.products for weight in products.weights)
 
 
 class EightBits:

@@ -241,7 +241,12 @@ class Block:
     @property
     def ends_in_product(self) -> bool:
         """Whether nothing is between the last product and the sum, which without dropout the product computes."""
-        return isinstance(self.operations[-1], Products)
+        return isinstance(self.operations[-1], Products | Experts)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts, which the operations after them, those of shared experts, are a part of; None without."""
+        return next((each for each in self.operations if isinstance(each, Experts)), None)
 
     @property
     def mask(self) -> str:
@@ -273,7 +278,7 @@ class LayerTable:
     @cached_property
     def experts(self) -> Experts | None:
         """The experts, of a layer that has some."""
-        return next((each for each in self.operations if isinstance(each, Experts)), None)
+        return next((block.experts for block in self.blocks if block.experts), None)
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
@@ -292,6 +297,17 @@ class LayerTable:
         """Elements of each matrix that inputs are multiplied with, by its name within the layer: weights of linear
         layers, and adapters."""
         return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector} | self.adapters
+
+    @cached_property
+    def dense_matrices(self) -> dict[str, int]:
+        """The `matrices` that every token is multiplied with: all but those of experts."""
+        return {name: size for name, size in self.matrices.items() if name not in self.of_experts}
+
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """Names of the parameters, within the layer, that only the ranks with the same experts hold."""
+        experts = () if self.experts is None else self.experts.weights
+        return frozenset(f"{weight.name}.weight" for matrices in experts for weight in matrices)
 
     @cached_property
     def parameters(self) -> dict[str, int]:

@@ -44,14 +44,6 @@ def _layout_is_explicit(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel", rule, smallest, unsupported=True)
 
 
-def _latent_attention_is_supported(spec: JobSpec) -> Iterator[Problem]:
-    model = spec.model
-    if model.family == "deepseek":
-        yield Problem("model.family", "deepseek is not supported yet", "llama", unsupported=True)
-    if model.latent_attention is not None:
-        yield Problem("model.latent_attention", "not supported yet", "null", unsupported=True)
-
-
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
     hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
     if hidden % heads and spec.model.head_dim is None:
@@ -435,7 +427,7 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
-UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit, _latent_attention_is_supported)
+UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
