@@ -43,6 +43,20 @@ def _layout_is_explicit(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel", rule, smallest, unsupported=True)
 
 
+def _experts_are_supported(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.family == "deepseek":
+        yield Problem("model.family", "deepseek is not supported yet", "llama", unsupported=True)
+    if model.moe is not None and model.family not in ("llama", "qwen", "deepseek"):
+        yield Problem("model.moe", f"{model.family} has no experts; llama and qwen have", "null", unsupported=True)
+    if model.latent_attention is not None:
+        yield Problem("model.latent_attention", "not supported yet", "null", unsupported=True)
+    if not isinstance(spec.parallel, str):
+        for key in ("expert", "expert_dispatch", "expert_tensor"):
+            if getattr(spec.layout, key) is not None:
+                yield Problem(f"parallel.{key}", "not supported yet", "null", unsupported=True)
+
+
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
     hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
     if hidden % heads and spec.model.head_dim is None:
@@ -426,7 +440,7 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
-UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit,)
+UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit, _experts_are_supported)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
