@@ -271,9 +271,9 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
 
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
-    for size in expert_sizes(spec, layout.holders):
-        if size > layout.expert_size:
-            yield f"parallel.expert: {size}", with_layout(expert=size)
+    for expert in expert_sizes(spec, layout.holders):
+        if expert > layout.expert_size:
+            yield f"parallel.expert: {expert}", with_layout(expert=expert)
     if layout.expert_size == 1 and layout.holders > 1 and layout.pipeline == 1:
         yield from ((f"parallel.zero: {zero}", with_layout(zero=zero)) for zero in (2, 3) if zero > layout.zero)
     if layout.recompute == "none" and spec.attention_is_explicit:

@@ -84,7 +84,7 @@ def block_terms(
                 save(x)
                 terms |= dict.fromkeys(statistics, WIDE * groups * tokens[x.own])
             case Products() if block.experts is not None:
-                save(*(() if operation.x is block.experts.x else (operation.x,)))  # of shared experts
+                save(*(() if operation.x == block.experts.x else (operation.x,)))  # of shared experts
             case Products(x=x, weights=weights):
                 if any(each.adapters or f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
