@@ -427,7 +427,7 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
-UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit, _experts_are_supported)
+UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
