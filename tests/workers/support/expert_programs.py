@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from manta.workers.comm.comm import Comm
-from manta.workers.config import ParallelConfig
+from manta.workers.config import MoeConfig, ParallelConfig
 from manta.workers.parallel.experts.dispatch import exchange_of, own_experts
 
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -22,7 +22,8 @@ def exchanged(comm: Comm, layout: ParallelConfig, experts: int, given: list[list
     made = []
     for of_ranks in given:
         most = max(len(rows) for rows, _, _ in of_ranks)
-        exchange = exchange_of(comm, layout, experts, of_ranks[0][1].shape[1])
+        moe = MoeConfig(experts=experts, per_token=of_ranks[0][1].shape[1], ffn_hidden_size=1)
+        exchange = exchange_of(comm, layout, moe)
         numbers = own_experts(comm, experts)
         made.append(through_experts(exchange, of_ranks[comm.index("expert")], experts, numbers, most))
     return made

@@ -24,16 +24,16 @@ import torch.nn.functional as F
 
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
-from manta.workers.config import ParallelConfig
+from manta.workers.config import MoeConfig, ParallelConfig
 from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, NumbersForHost, Plan
 
 
-def exchange_of(comm: Comm, layout: ParallelConfig, experts: int, per_token: int) -> Exchange:
-    """The exchange of layers with so many experts, of which each token goes to `per_token`."""
+def exchange_of(comm: Comm, layout: ParallelConfig, moe: MoeConfig) -> Exchange:
+    """The exchange of all layers of a rank."""
     if layout.expert_size == 1:
         return LocalExchange()
-    method = layout.expert_dispatch or ("all_gather" if layout.expert_size <= per_token else "all_to_all")
-    return GatheredExchange(comm, experts) if method == "all_gather" else SentExchange(comm, experts)
+    method = layout.expert_dispatch or ("all_gather" if layout.expert_size <= moe.per_token else "all_to_all")
+    return GatheredExchange(comm, moe.experts) if method == "all_gather" else SentExchange(comm, moe.experts)
 
 
 def own_experts(comm: Comm, experts: int) -> range:

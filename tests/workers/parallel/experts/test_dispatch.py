@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_programs import exchanged, through_experts
 
-from manta.workers.config import ParallelConfig
+from manta.workers.config import MoeConfig, ParallelConfig
 from manta.workers.parallel.experts.dispatch import exchange_of
 from manta.workers.parallel.experts.exchange import LocalExchange
 
@@ -49,7 +49,8 @@ def test_results_and_gradients_of_spread_experts_equal_those_of_one_rank(ranks, 
 def test_tokens_are_gathered_unless_each_goes_to_fewer_experts_than_ranks(ranks):
     def kind(**layout):
         comm = type("Alone", (), {"size": lambda *_: 1, "index": lambda *_: 0})()
-        return type(exchange_of(comm, ParallelConfig(data=8, **layout), E, 2)).__name__
+        moe = MoeConfig(experts=E, per_token=2, ffn_hidden_size=1)
+        return type(exchange_of(comm, ParallelConfig(data=8, **layout), moe)).__name__
 
     assert kind() == kind(expert=1) == "LocalExchange"
     assert kind(expert=2) == kind(expert=4, expert_dispatch="all_gather") == "GatheredExchange"
