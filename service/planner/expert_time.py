@@ -15,8 +15,8 @@ from functools import cached_property
 from manta.service.planner.communication import Groups, exchange_seconds, gather_seconds
 from manta.service.planner.operations import WIDE, Budget, product_seconds
 from manta.service.planner.software import Software
-from manta.workers.accounting.activation_bytes import planned_rows, tokens_of, width_of
-from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.accounting.activation_bytes import ExpertRows, planned_rows, tokens_of, width_of
+from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Experts
 
 SCORES = 8
@@ -26,11 +26,6 @@ STALL = 20
 then."""
 ROUTING = 20
 """Small kernels of a router, and of the order of rows."""
-
-
-def dispatch_of(layout: ParallelConfig, per_token: int) -> str:
-    """How tokens come to the ranks of their experts."""
-    return layout.expert_dispatch or ("all_gather" if layout.expert_size <= per_token else "all_to_all")
 
 
 Elements = Callable[[Budget, float], None]
@@ -50,9 +45,14 @@ class ExpertTime:
     elements: Elements
 
     @cached_property
+    def counts(self) -> ExpertRows:
+        """Rows of the busiest rank."""
+        return planned_rows(self.spec, self.software.imbalance)
+
+    @property
     def rows(self) -> int:
         """r."""
-        return planned_rows(self.spec, self.software.imbalance)
+        return self.counts.all
 
     @property
     def _size(self) -> int:
@@ -78,10 +78,9 @@ class ExpertTime:
         group, cluster = self.groups.expert, self.groups.cluster
         if group.size == 1:
             return
-        if dispatch_of(self.spec.layout, self.experts.per_token) == "all_gather":
-            budget.expert += gather_seconds(group, cluster, group.size * self._size)
-        else:
-            budget.expert += exchange_seconds(group, cluster, self.rows * self._size / tokens_of(self.spec)[0])
+        came = self.counts.came * self.experts.x.columns * width_of(self.spec)
+        gathers = self.spec.layout.dispatch(self.experts.per_token) == "all_gather"
+        budget.expert += (gather_seconds if gathers else exchange_seconds)(group, cluster, came)
         budget.expert += cluster.machine.constants.skew_seconds
         budget.operations += 4
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from manta.workers.accounting.activation_bytes import (
     WIDE,
+    ExpertRows,
     attention_terms,
     block_terms,
     bytes_of,
@@ -84,7 +85,7 @@ class LayerPasses:
         layer: int,
         modules: Collection[str] = (),
         gpu: bool = True,
-        rows: int | None = None,
+        rows: ExpertRows | None = None,
     ):
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated; `rows`: those of the
         rank's experts, if they are not as planned."""
