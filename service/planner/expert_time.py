@@ -26,6 +26,8 @@ STALL = 20
 then."""
 ROUTING = 20
 """Small kernels of a router, and of the order of rows."""
+OF_EXPERT = (5, 11)
+"""Kernels of one expert besides its products, forward and backward: rows taken and added, its activation, factors."""
 
 
 Elements = Callable[[Budget, float], None]
@@ -66,6 +68,10 @@ class ExpertTime:
         seconds = sum(times * product_seconds(machine, m, n, k, batch, width) for m, n, k in matrices)
         return seconds, times * len(matrices)
 
+    def _one_by_one(self, kernels: int) -> int:
+        """So many kernels for each expert of the rank, or for all together."""
+        return kernels * (1 if self.software.groups_experts else len(self.experts.weights))
+
     def _products(self, budget: Budget, *matrices: tuple[int, int]) -> None:
         """Products of each expert's rows, with n results each from k inputs."""
         each = -(-self.rows // len(self.experts.weights))
@@ -91,7 +97,7 @@ class ExpertTime:
         self.elements(budget, (width + WIDE) * tokens * h)
         budget.products += product_seconds(machine, tokens, count, h, 1, WIDE)
         self.elements(budget, SCORES * WIDE * tokens * count)
-        budget.operations += ROUTING
+        budget.operations += ROUTING + self._one_by_one(OF_EXPERT[0])
         budget.stalls += STALL * machine.constants.host_seconds * machine.has_gpus
         self.exchange(budget)
         self.elements(budget, 2 * self._row_bytes)
@@ -114,7 +120,7 @@ class ExpertTime:
         self.elements(budget, self._row_bytes + self._size)
         self.elements(budget, SCORES * WIDE * tokens * count)
         budget.products += 2 * product_seconds(machine, tokens, h, count, 1, WIDE)
-        budget.operations += ROUTING
+        budget.operations += ROUTING + self._one_by_one(OF_EXPERT[1])
 
     def weights(self) -> tuple[float, int, int]:
         """Seconds of the products for the gradients of trained experts, kernels, and elements of these gradients."""
