@@ -71,6 +71,7 @@ class Engine:
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
             zero=layout.sharding,
             holder=comm.index(comm.grid.holders),
+            expert=layout.expert_size,
         )
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)
@@ -183,13 +184,13 @@ class Engine:
         positions = sequences * self.spec.model.sequence_length
         scale_before = self.loss_scale.state.clone()
         targets = self._count_targets(batch, sequences)
+        if targets is not None:
+            targets.value()  # before the passes, whose messages the ranks would not receive in one order with it
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
             routing = self._routing(len(batch), sequences, targets, scale)
             loss = self._passes(batch, sequences, scale, routing)
-            if targets is not None:
-                targets.value()  # a stage without routers has not waited for it
             statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()

@@ -9,6 +9,8 @@ PHASE_LABELS = {
     "recompute": "recompute",
     "tensor_communication": "tensor-parallel comm",
     "context_communication": "context-parallel comm",
+    "dispatch": "expert dispatch",
+    "combine": "expert combine",
     "pipeline_communication": "pipeline comm",
     "data_communication": "data-parallel comm",
     "bubble": "pipeline bubble",

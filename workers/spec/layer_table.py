@@ -349,9 +349,10 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
-    """The targets of `train.lora` that the family has."""
+    """The targets of `train.lora` that the family has; with experts, those of attention."""
     known = layer_table(model).logical_matrices
-    return tuple(target for target, name in ADAPTED.items() if name in known)
+    adapted = {target: name for target, name in ADAPTED.items() if model.moe is None or name.startswith("attention.")}
+    return tuple(target for target, name in adapted.items() if name in known)
 
 
 @lru_cache(maxsize=256)
@@ -363,7 +364,7 @@ def _layer_table(
     blocks = _attention(model, tensor, window), mlp
     if lora is None:
         return LayerTable(blocks)
-    names = {ADAPTED[target] for target in lora.targets or ADAPTED}
+    names = {ADAPTED[target] for target in lora.targets or lora_targets(model)}
     return LayerTable(tuple(_with_adapters(block, names, lora.rank) for block in blocks))
 
 
