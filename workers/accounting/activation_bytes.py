@@ -79,7 +79,7 @@ def block_terms(
                     terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
                 if is_fused and not (recompute or apart):
                     save(y)  # in any case, which is what the next product saves for its trained weight
-                    if layout.exchanges_heads:  # which the next product takes in another form
+                    if layout.exchanges_heads and operation.cut is None:  # which the next product takes in another form
                         terms["context_by_heads"] = bytes_of(spec, y)
                 if is_fused and apart and normed:
                     # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.

@@ -28,7 +28,7 @@ class Shared:
         self.rotary: Rotary | None = None
         """None if positions are learned."""
         if model.parts.rotary:
-            self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
+            self.rotary = Rotary(model.rope_or_default, model.rotated_size, model.sequence_length)
         self.host_blocks = HostBlocks()
         """Host memory for offloaded activations."""
         self.across: ContextAttention | None = None
