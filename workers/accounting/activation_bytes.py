@@ -275,7 +275,8 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
         if each.sums:  # the gradient of the sum is gathered
             results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
         inner = Tensor("inner_gradients", each.inner_columns)
-        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
+        xs = () if each.shares_input else (each.x,)
+        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (*xs, *results, inner))
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:

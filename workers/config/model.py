@@ -273,7 +273,7 @@ class ModelConfig(Section):
 
     @property
     def has_head_size(self) -> bool:
-        """Whether heads have a width; otherwise their number does not divide hidden_size, from which it would follow."""
+        """Whether heads have a width: it is given, or their number divides hidden_size."""
         return bool(self.head_dim or self.latent_attention) or self.hidden_size % self.heads == 0
 
     @property

@@ -21,6 +21,8 @@ from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParall
 class HeadsAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v of heads that a subclass projects, and the product after it."""
 
+    output: RowParallelLinear
+
     def __init__(self, shared: Shared, layer: int):
         super().__init__()
         spec, region = shared.spec, shared.region
@@ -55,8 +57,8 @@ class HeadsAttention(nn.Module):
             context = self.across.attend(q, k, v, run.documents, self.visible.window, self.explicit, dropout)
         if self.value_size < self.head_size:  # the rest are zeros, like that of the values
             context = context[..., : self.value_size]
-        output: torch.Tensor = self.output(context.flatten(2), residual, dropout=run.adapter_dropout)
-        return output
+        y: torch.Tensor = self.output(context.flatten(2), residual, dropout=run.adapter_dropout)
+        return y
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, first_head: int = 0

@@ -1,6 +1,6 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are made from a
-short vector of each token, and so may be queries. A part of each head's query and key is rotated by positions; that of
-the key is made from the layer's input, and is the same for all heads.
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values of all heads are made from
+a short vector of each token, and so may be queries. A part of each head's query and key is rotated by positions; that
+of the key is made from the layer's input, and is the same for all heads.
 
 Weights that make the short vectors are whole on every tensor rank, which computes those of its own tokens; they are
 gathered like the input of other layers. Core attention has heads of one width for queries, keys and values: zeros are
@@ -22,7 +22,7 @@ from manta.workers.model.attention import HeadsAttention
 from manta.workers.model.rotary import Rotary, turn_halves
 from manta.workers.model.shared import INIT_STD, Shared, residual_std
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
-from manta.workers.parallel.recompute.modules import Recomputation
+from manta.workers.parallel.recompute.modules import Recomputation, shared_recomputation
 from manta.workers.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -78,6 +78,7 @@ class LatentAttention(HeadsAttention):
     ) -> tuple[torch.Tensor, ...]:
         """q, k and v [s, b, a/t, d]; if x is [b, s, h], these are [b, s, ...]."""
         if self.q_down is None or self.q_norm is None:
+            recompute_norm = shared_recomputation(recompute_norm) if recompute_norm is not None else None
             q, short = self.q_up(x, recompute_norm), self.kv_down(x, recompute_norm)
         else:
             q_short, short = paired_forward(x, self.q_down, self.kv_down, recompute_norm)

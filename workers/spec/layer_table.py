@@ -135,6 +135,8 @@ class Products:
     """Makes queries, keys and values, or the short vectors that these are made from."""
     whole: bool = False
     """Every tensor rank has all of the weights, and computes results of its own tokens."""
+    shares_input: bool = False
+    """Whether earlier products have this input too, with communication of their own."""
 
     @property
     def adapters(self) -> dict[str, tuple[int, int]]:
@@ -449,7 +451,8 @@ def _latent_attention(model: ModelConfig, tensor: int, window: int | None) -> Bl
     d, short = model.head_size, latent.kv_rank + latent.rope_size
 
     def weight(name: str, rows: int, columns: int) -> Weight:
-        return Weight(f"attention.{name}", rows, columns, model.bias, (_all_rows(f"attention.{name}", rows),))
+        copies = tensor if name.endswith("_down") else 1
+        return Weight(f"attention.{name}", rows, columns, model.bias, (_all_rows(f"attention.{name}", rows),), copies)
 
     def normed(name: str, x: Tensor, width: int) -> Norm:
         return Norm(f"attention.{name}_norm", x, Tensor(f"normed_short_{name}", width, own=True), width, rms=True)
@@ -463,7 +466,7 @@ def _latent_attention(model: ModelConfig, tensor: int, window: int | None) -> Bl
         q_up = weight("q_up", queries.columns, model.hidden_size)
         operations = (
             Products(norm.y, (queries,), (q_up,), sums=False),
-            Products(norm.y, (kv_short,), (kv_down,), sums=False, projects=True, whole=True),
+            Products(norm.y, (kv_short,), (kv_down,), sums=False, projects=True, whole=True, shares_input=True),
         )
     else:
         q_short = Tensor("short_queries", latent.q_rank, own=True)

@@ -1,4 +1,4 @@
-"""A Llama, a Qwen 3, and a DeepSeek V3 with dense layers, as one would write them on a single machine, as `plain_gpt.py` has GPT.
+"""A Llama, a Qwen 3, and a DeepSeek V3, as one would write them on a single machine, as `plain_gpt.py` has GPT.
 
 Positions are turned as complex numbers, not as the engine does it.
 """

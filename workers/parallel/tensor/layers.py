@@ -63,7 +63,8 @@ class WholeLinear(ColumnParallelLinear):
     def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float):
         AdaptedLinear.__init__(self)
         self.region = region.within_a_rank()
-        shard = ParameterShard((outputs, inputs), std=std)
+        # Of a single tensor rank it is like any other matrix, which ZeRO 2 and 3 divide.
+        shard = ParameterShard((outputs, inputs), 0 if region.tensor_size == 1 else None, std=std)
         self.weight = self.add_parameter("weight", (outputs, inputs), shard)
         self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), group="bias")) if bias else None
 
