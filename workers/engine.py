@@ -29,6 +29,8 @@ from manta.workers.parallel.data.reduction import GradientReduction, SharedGradi
 from manta.workers.parallel.data.state import StatePart, tensors_of
 from manta.workers.parallel.data.units import ElasticUnitReduction, GatheredWeights, UnitPasses, UnitReduction
 from manta.workers.parallel.data.zero import ZeroOptimizer
+from manta.workers.parallel.experts.balance import TargetsPerSequence, has_losses
+from manta.workers.parallel.experts.choice import StepRouting
 from manta.workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
 from manta.workers.parallel.pipeline.runtime import Pipeline
 from manta.workers.parallel.tensor import compiled_operators
@@ -160,6 +162,8 @@ class Engine:
             self.optimizer.load_range(slot.end, torch.zeros(end - slot.end, device=device))
         self.optimizer.forget()
         self.loss_scale.forget()
+        if self.model.router_biases is not None:
+            self.model.router_biases.zero_()
 
     def step(
         self,
@@ -178,13 +182,18 @@ class Engine:
         # A mean over all positions in backward; the optimizer corrects for positions without a target.
         positions = sequences * self.spec.model.sequence_length
         scale_before = self.loss_scale.state.clone()
+        targets = self._count_targets(batch, sequences)
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
-            loss = self._passes(batch, sequences, scale)
+            routing = self._routing(len(batch), sequences, targets, scale)
+            loss = self._passes(batch, sequences, scale, routing)
+            if targets is not None:
+                targets.value()  # a stage without routers has not waited for it
             statistics = self.optimizer.step(learning_rate, loss, memory_bytes, before_update)
             if statistics.finite:
                 self.loss_scale.after_finite()
+                self._move_router_biases(statistics)
                 return statistics
             self.optimizer.updating = True
             # A loss that is itself not finite does not depend on the scale of its gradients.
@@ -192,13 +201,38 @@ class Engine:
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
 
-    def _passes(self, batch: list[MicroBatch], sequences: int, scale: float) -> Loss:
+    def _count_targets(self, batch: list[MicroBatch], sequences: int) -> TargetsPerSequence | None:
+        """Begin to count the step's targets, if routers have losses of their own."""
+        if not has_losses(self.spec.model):
+            return None
+        is_last = any(chunk.is_last for chunk in self.model.chunks)
+        return TargetsPerSequence(self.comm, batch, sequences, is_last and self.comm.index("tensor") == 0)
+
+    def _routing(
+        self, micro_batches: int, sequences: int, targets: TargetsPerSequence | None, scale: float
+    ) -> StepRouting | None:
+        """What layers with experts count in a step; None without such."""
+        if not self.spec.model.expert_layers:
+            return None
+        balance_scale = None if targets is None else lambda: scale * targets.value()
+        return StepRouting(self.spec.model, self.comm, micro_batches, sequences, balance_scale)
+
+    def _move_router_biases(self, statistics: StepStatistics) -> None:
+        """After a step that has updated the parameters (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
+        moe, biases_le = self.spec.model.moe, self.model.router_biases
+        if moe is None or biases_le is None or not statistics.updated:
+            return
+        tokens_le = torch.tensor(statistics.expert_tokens, dtype=torch.int64, device=biases_le.device)
+        missing_le = tokens_le.sum(1, keepdim=True) - moe.experts * tokens_le  # of integers: on all ranks the same
+        biases_le.add_(missing_le.sign(), alpha=moe.balance.bias_rate)
+
+    def _passes(self, batch: list[MicroBatch], sequences: int, scale: float, routing: StepRouting | None) -> Loss:
         """Forward and backward of this replica's micro-batches."""
         if self.units is None:
-            return self.pipeline.train(batch, scale)
+            return self.pipeline.train(batch, scale, routing)
         rounds = most_micro_batches(sequences, self.spec)
         self.units.begin(rounds)
-        loss = self.pipeline.train(batch, scale)
+        loss = self.pipeline.train(batch, scale, routing)
         if rounds > len(batch):
             with self.comm.step.phase("reduction"):
                 self.units.idle(rounds - len(batch), training=True)
@@ -232,7 +266,10 @@ class Engine:
         """The named parts of this rank's state, in the order of a snapshot: those that no step changes come last."""
         ranks = tuple(range(self.comm.size("world")))
         loss_scale = StatePart("loss_scale", (self.loss_scale.state,), self.loss_scale.dynamic, ranks)
-        return [*self.optimizer.parts(), loss_scale, *self.optimizer.frozen_parts()]
+        small, biases_le = [loss_scale], self.model.router_biases
+        if biases_le is not None:
+            small.append(StatePart("router_bias", (biases_le.view(-1),), True, ranks))
+        return [*self.optimizer.parts(), *small, *self.optimizer.frozen_parts()]
 
     def state(self) -> list[torch.Tensor]:
         """All tensors (1-D) that a step may change."""

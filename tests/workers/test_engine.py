@@ -31,7 +31,7 @@ def step(engine: Engine, *outcomes: tuple[float, float]):
     """A step whose attempts come to these (losses, gradients); also the loss scales that they were made with."""
     scales, left = [], list(outcomes)
 
-    def train(batch, scale):
+    def train(batch, scale, routing):
         loss, gradient = left.pop(0)
         scales.append(scale * 64)
         engine.flat.gradients.fill_(gradient)

@@ -76,6 +76,8 @@ class Manifest:
     """JobSpec of the job that wrote it."""
     loss_scale: list[float] | None = None
     """State of fp16's loss scaling: factor, and finite steps since it last changed. None: other precisions."""
+    router_bias: list[float] | None = None
+    """What the choice of experts adds to their scores, layer by layer; None if it adds nothing."""
     blocks: dict[str, list[int]] | None = None
     """CRC-32 of each block of each file; None: an older checkpoint, for which only sizes can be checked."""
     block_bytes: int = BLOCK_BYTES
@@ -89,7 +91,8 @@ class Manifest:
     @property
     def small(self) -> dict[str, list[float]]:
         """Values of the small parts of the state (`StatePart`) that a step may change, by name."""
-        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        parts = {"loss_scale": self.loss_scale, "router_bias": self.router_bias}
+        return {name: values for name, values in parts.items() if values is not None}
 
     @property
     def bytes(self) -> int:
@@ -254,6 +257,8 @@ def seal(path: Location, manifest: Manifest) -> int:
             raise OSError(f"{path / name} is not here as it was written: all nodes must share {path.parent}")
     document = asdict(replace(manifest, frozen=None))
     del document["frozen"]
+    if manifest.router_bias is None:  # releases that do not know it read the rest
+        del document["router_bias"]
     text = json.dumps(document).encode()[:-1]
     content = text + _manifest_sum(text)
     files.write_atomically(path / MANIFEST, content)
@@ -358,10 +363,12 @@ def _is_valid(manifest: Manifest) -> bool:
         return False
     if not _has_valid_sums(manifest):
         return False
-    if manifest.loss_scale is None:
-        return True
-    numbers = manifest.loss_scale if isinstance(manifest.loss_scale, list) else []
-    return len(numbers) == 2 and all(isinstance(value, float) and math.isfinite(value) for value in numbers)
+    for numbers in manifest.small.values():
+        if not isinstance(numbers, list) or not all(
+            isinstance(each, float) and math.isfinite(each) for each in numbers
+        ):
+            return False
+    return manifest.loss_scale is None or len(manifest.loss_scale) == 2
 
 
 def _has_valid_sums(manifest: Manifest) -> bool:

@@ -486,6 +486,7 @@ class Checkpointer:
         manifest = replace(
             self._manifest(save, sums),
             loss_scale=save.small.get("loss_scale"),
+            router_bias=save.small.get("router_bias"),
             numbers=save.numbers,
             frozen=frozen,
         )

@@ -1,5 +1,6 @@
 """Llama (Touvron et al. 2023, arXiv:2302.13971; Llama 3, arXiv:2407.21783): pre-norm decoder with RMS norms, rotary
-positions, grouped-query attention and SwiGLU. With `sliding_window` it is Mistral 7B (arXiv:2310.06825).
+positions, grouped-query attention and SwiGLU. With `sliding_window` it is Mistral 7B (arXiv:2310.06825),
+with `moe` Mixtral (arXiv:2401.04088).
 
 Shapes: s sequence, b micro-batch, h hidden, f inner width of the MLP, t tensor-parallel size.
 """
@@ -13,6 +14,7 @@ from manta.workers.config import ModelConfig
 from manta.workers.model.attention import Attention
 from manta.workers.model.layer import Embedding, Layer
 from manta.workers.model.shared import INIT_STD, Shared, residual_std
+from manta.workers.parallel.experts.layer import ExpertMLP, Spreads
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, GatedRowParallelLinear, paired_forward
@@ -48,7 +50,16 @@ def layer(shared: Shared, index: int) -> Layer:
     model = shared.spec.model
     norms = (norm(model), norm(model))
     attention = Attention(shared, index, rotary=shared.rotary)
-    return Layer(shared, index, attention, SwiGLU(model, shared.region), norms)
+    return Layer(shared, index, attention, mlp(shared, index), norms)
+
+
+def mlp(shared: Shared, index: int) -> SwiGLU | ExpertMLP:
+    """The MLP of layer `index`, or its experts."""
+    model = shared.spec.model
+    if not model.has_experts(index):
+        return SwiGLU(model, shared.region)
+    spreads = Spreads(INIT_STD, residual_std(model))
+    return ExpertMLP(model, index, shared.region, spreads, shared.router_bias(index))
 
 
 def norm(model: ModelConfig) -> RMSNorm:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manta.workers.model.attention import Attention
 from manta.workers.model.layer import Layer
-from manta.workers.model.llama import SwiGLU, embedding, norm
+from manta.workers.model.llama import embedding, mlp, norm
 from manta.workers.model.shared import Shared
 from manta.workers.parallel.tensor.rms_norm import RMSNorm
 
@@ -17,4 +17,4 @@ def layer(shared: Shared, index: int) -> Layer:
     # Each tensor rank norms heads of its own with the whole weight.
     head_norms = tuple(RMSNorm(model.head_size, model.norm_epsilon, partial=True) for _ in range(2))
     attention = Attention(shared, index, rotary=shared.rotary, head_norms=(head_norms[0], head_norms[1]))
-    return Layer(shared, index, attention, SwiGLU(model, shared.region), (norm(model), norm(model)))
+    return Layer(shared, index, attention, mlp(shared, index), (norm(model), norm(model)))

@@ -35,6 +35,11 @@ class Shared:
         """Attention across context ranks; None if no ranks share samples."""
         if spec.layout.context > 1:
             self.across = ContextAttention(region.comm, spec.layout, model.sequence_length)
+        self.router_biases: torch.Tensor | None = None
+        """What is added to scores for the choice of experts, fp32 [layers with experts, E], the same on all ranks; None
+        without. Steps move it (`model.moe.balance.bias_rate`)."""
+        if model.moe is not None and model.moe.balance.bias_rate > 0:
+            self.router_biases = torch.zeros(len(model.expert_layers), model.moe.experts, dtype=torch.float32)
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 
     def prepare(self, x: torch.Tensor, positions: Positions) -> None:
@@ -45,6 +50,10 @@ class Shared:
         if self.across is None or self.across.by_heads is not None:
             for visible in self._visible.values():
                 visible.band(self.spec.model.sequence_length, x)
+
+    def router_bias(self, layer: int) -> torch.Tensor | None:
+        """That of one layer, [E], a view."""
+        return None if self.router_biases is None else self.router_biases[self.spec.model.expert_layers.index(layer)]
 
     def all_tables(self) -> list[torch.Tensor]:
         """The tables made so far."""

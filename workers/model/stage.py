@@ -18,6 +18,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.model.families import parts_of
 from manta.workers.model.shared import INIT_STD, Shared
+from manta.workers.parallel.experts.layer import ExpertMLP
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import checkpointed
 from manta.workers.parallel.recompute.offload import OffloadedPass, memory_of
@@ -129,6 +130,8 @@ class ModelStage(nn.Module):
         region = Region(comm, layout.sequence_parallel_on, products or TorchProducts(), layout.forward_chunks)
         self.weight_gradients, self._products = region.weight_gradients, region.products
         shared, count = Shared(spec, region), layout.pipeline * layout.virtual_stages
+        self.router_biases = shared.router_biases
+        """What steps move of the choice of experts (`Shared.router_biases`)."""
         shape = layout.schedule, layout.pipeline, layout.virtual_stages
         indices = stages_of_rank(*shape, comm.index("pipeline"))
         chunks = [Chunk(shared, index, count) for index in indices]
@@ -228,5 +231,8 @@ def compile_layers(stage: ModelStage, backend: str = "inductor") -> None:
             shared.across.stay_out(torch.compiler.disable)
     for chunk in stage.chunks:
         assert isinstance(chunk, Chunk)
+        for experts in (each for each in chunk.modules() if isinstance(each, ExpertMLP)):
+            # How many rows an expert has differs between micro-batches.
+            experts.forward = torch.compiler.disable(experts.forward)  # type: ignore[method-assign]
         for layer in chunk.layers.values():
             layer.compile(backend=backend)

@@ -45,8 +45,9 @@ def _layout_is_explicit(spec: JobSpec) -> Iterator[Problem]:
 
 def _experts_are_supported(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
-    if model.moe is not None:
-        yield Problem("model.moe", "not supported yet", "null", unsupported=True)
+    if model.moe is not None and model.family not in ("llama", "qwen", "deepseek"):
+        known = "llama, qwen and deepseek have"
+        yield Problem("model.moe", f"{model.family} has no experts; {known}", "null", unsupported=True)
     if not isinstance(spec.parallel, str):
         for key in ("expert", "expert_dispatch", "expert_tensor"):
             if getattr(spec.layout, key) is not None:

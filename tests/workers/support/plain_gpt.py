@@ -151,10 +151,12 @@ class PlainGPT(nn.Module):
         drop: Drop = keep_all,
         end: int | None = None,
         chats: tuple[torch.Tensor, torch.Tensor] | None = None,
+        add_balance: bool = False,
     ) -> torch.Tensor:
         """Mean loss of windows [b, s + 1] in nats a token. Where a window holds NO_TARGET there is nothing to predict,
         and the model reads token 1. With `end`, documents that end with this token are apart. `chats`: which tokens are
-        learned [b, s + 1], and the number of each one's conversation [b, s]."""
+        learned [b, s + 1], and the number of each one's conversation [b, s]. `add_balance`: with the losses of
+        routers."""
         tokens, targets = windows[:, :-1].abs(), windows[:, 1:]
         if end is not None:
             ends = tokens == end
@@ -166,7 +168,13 @@ class PlainGPT(nn.Module):
                 layer.attention.document = chats[1]
             targets = targets.masked_fill(~chats[0][:, 1:], NO_TARGET)
         logits = self(tokens, drop)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
+        return loss + self.balance_loss() if add_balance else loss
+
+    def balance_loss(self) -> torch.Tensor | float:
+        """The routers' own losses of the last batch, the mean over its sequences."""
+        each = [torch.stack(layer.mlp.losses).mean() for layer in self.layers if hasattr(layer.mlp, "losses")]
+        return sum(each, 0.0)
 
     def load(self, weights: dict[str, torch.Tensor]) -> PlainGPT:
         """Take `weights` by name; every parameter must be there."""

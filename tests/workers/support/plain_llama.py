@@ -5,6 +5,8 @@ Positions are turned as complex numbers, not as the engine does it.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from plain_gpt import Drop, PlainAttention, PlainGPT, keep_all
@@ -108,6 +110,68 @@ class PlainSwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+class PlainExperts(nn.Module):
+    """Experts, one token after the other."""
+
+    def __init__(self, spec: JobSpec):
+        super().__init__()
+        self.moe, h = spec.model.moe, spec.model.hidden_size
+        self.router = nn.Linear(h, self.moe.experts, bias=False)
+        self.experts = nn.ModuleList(PlainSwiGLU(h, self.moe.ffn_hidden_size, False) for _ in range(self.moe.experts))
+        self.shared = PlainSwiGLU(h, self.moe.shared_size, False) if self.moe.shared else None
+        self.shared_gate = nn.Linear(h, 1, bias=False) if self.moe.shared and self.moe.shared_gate else None
+        self.bias = torch.zeros(self.moe.experts)
+        self.margin = math.inf
+        """Least distance of a token's last chosen score to the next one, and of groups."""
+        self.losses: list[torch.Tensor] = []
+        """Of each sequence: weighted balance loss, and z-loss of the router."""
+        self.counts = [0] * self.moe.experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[b, s, h] -> the same."""
+        self.losses, self.counts = [], [0] * self.moe.experts
+        return torch.stack([self.sequence(each) for each in x])
+
+    def sequence(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, h] -> the same."""
+        moe, outputs, chosen = self.moe, [], [0] * self.moe.experts
+        shares, z = torch.zeros(moe.experts, dtype=x.dtype), torch.zeros((), dtype=x.dtype)
+        for token in x:
+            logits = self.router(token)
+            scores = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
+            experts = self.choice((scores.detach() + self.bias).tolist())
+            total = sum(scores[expert] for expert in experts) if moe.normalise else 1.0
+            y = sum(moe.scale * scores[expert] / total * self.experts[expert](token) for expert in experts)
+            if self.shared is not None:
+                factor = 1.0 if self.shared_gate is None else self.shared_gate(token).sigmoid()
+                y = y + factor * self.shared(token)
+            outputs.append(y)
+            shares = shares + scores / scores.sum() / len(x)
+            z = z + logits.exp().sum().log().square() / len(x)
+            for expert in experts:
+                chosen[expert] += 1
+        self.counts = [a + b for a, b in zip(self.counts, chosen, strict=True)]
+        often = torch.tensor(chosen) * moe.experts / (moe.per_token * len(x))
+        weight = moe.balance.weight if moe.balance.loss == "sequence" else 0.0
+        self.losses.append(weight * (often * shares).sum() + moe.router_z_loss * z)
+        return torch.stack(outputs)
+
+    def choice(self, scores: list[float]) -> list[int]:
+        """The best experts of a token, of equal ones the first."""
+        moe, size = self.moe, self.moe.experts // self.moe.groups
+        groups = [scores[first : first + size] for first in range(0, moe.experts, size)]
+        best = self.best([sum(sorted(group)[-2:]) for group in groups], moe.groups_per_token)
+        allowed = [score if number // size in best else -math.inf for number, score in enumerate(scores)]
+        return sorted(self.best(allowed, moe.per_token))
+
+    def best(self, scores: list[float], count: int) -> list[int]:
+        """The numbers of the highest ones."""
+        order = sorted(range(len(scores)), key=lambda number: -scores[number])
+        if count < len(scores):
+            self.margin = min(self.margin, scores[order[count - 1]] - scores[order[count]])
+        return order[:count]
+
+
 class PlainLlamaLayer(nn.Module):
     """Pre-norm transformer layer."""
 
@@ -118,6 +182,8 @@ class PlainLlamaLayer(nn.Module):
         self.attention = (PlainRotaryAttention if model.family != "deepseek" else PlainLatentAttention)(spec, index)
         self.mlp_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
         self.mlp = PlainSwiGLU(model.hidden_size, model.ffn_size, model.bias)
+        if model.has_experts(index):
+            self.mlp = PlainExperts(spec)
 
     def forward(self, x: torch.Tensor, drop: Drop = keep_all, index: int = 0) -> torch.Tensor:
         """[b, s, h] -> the same, as layer `index` of the model."""

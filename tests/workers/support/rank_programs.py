@@ -352,9 +352,9 @@ def attempts(
         leave_gradients_behind(engine)
         begin(*arguments)
 
-    def watched(batch: list[MicroBatch], loss_scale: float) -> Any:
+    def watched(batch: list[MicroBatch], loss_scale: float, *routing: Any) -> Any:
         seen.append((engine.loss_scale.value, [each.samples for each in batch], _bits(engine)))
-        return train(batch, loss_scale)
+        return train(batch, loss_scale, *routing)
 
     engine.reduction.begin, engine.pipeline.train = begun, watched
     return seen, _step(comm, engine, windows, 1), _bits(engine)

@@ -31,6 +31,12 @@ class Loss:
     """Factor on the loss in backward."""
     z_losses_m: torch.Tensor | None = None
     """z-loss of each micro-batch, train.z_loss times log(Z)^2 summed over tokens, fp64 [m]; None without a z-loss."""
+    balance_m: torch.Tensor | None = None
+    """Each micro-batch's part of the routers' own losses, a mean over the sequences of the global batch, fp64 [m]; None
+    if they have none."""
+    expert_tokens: torch.Tensor | None = None
+    """Tokens that went to each expert of each layer with experts of the model, int64; zero for layers of other stages,
+    and on all but one tensor rank. None without experts."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,11 @@ class StepStatistics:
     """What ranks were asked for, and do, after the step."""
     z_loss: float | None = None
     """Mean z-loss over the same tokens; None without."""
+    balance_loss: float | None = None
+    """Weighted balance loss, the mean over the sequences of the global batch of its sum over layers, with the z-loss of
+    routers; None without."""
+    expert_tokens: tuple[tuple[int, ...], ...] | None = None
+    """Tokens of the global batch that went to each expert of each layer with experts; None without such."""
 
     @property
     def finite(self) -> bool:
@@ -109,24 +120,39 @@ def _square_by_long_rows(part: torch.Tensor) -> torch.Tensor:
 class Agreement:
     """One fp64 vector, and named views of its slices."""
 
-    def __init__(self, comm: Comm, replica_ranks: int = 0, micro_batches: int = 0, z_losses: int = 0):
-        """`replica_ranks`, `micro_batches` and, with a z-loss, `z_losses`: lengths of slices for elastic sums only."""
+    def __init__(
+        self,
+        comm: Comm,
+        replica_ranks: int = 0,
+        micro_batches: int = 0,
+        z_losses: int = 0,
+        balance_losses: int = 0,
+        expert_tokens: torch.Tensor | None = None,
+    ):
+        """`replica_ranks`, `micro_batches` and, with a z-loss, `z_losses`: lengths of slices for elastic sums only;
+        `balance_losses`: 1 if routers have losses of their own, with elastic sums one for each micro-batch;
+        `expert_tokens`: this rank's, of a model with experts."""
         self._comm, world = comm, comm.size("world")
-        sizes = (world, world, replica_ranks, micro_batches, z_losses)
+        self.expert_tokens = expert_tokens
+        sizes = (world, world, replica_ranks, micro_batches, z_losses, balance_losses)
         self._values = torch.zeros(4 + ASKED_LENGTH + sum(sizes), dtype=torch.float64, device=comm.device)
         self.loss, self.z_loss, self.tokens, self.square = self._values[:4]
         """Scalars: loss and z-loss summed over tokens, tokens with a target, squared norm of the summed gradients."""
         self.asked = self._values[4 : 4 + ASKED_LENGTH]
         """The numbers of `Asked`."""
         slices = self._values[4 + ASKED_LENGTH :].split(sizes)
-        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices
+        self.memory_bytes, self.own_seconds, self.rank_squares, self.micro_batch_losses, self.micro_batch_z = slices[:5]
         """[world]: each rank's memory in use, and the time of its step in which it did not wait for others. [p t]:
         squared norm by pipeline and tensor rank. [micro-batches of the global batch, c]: loss and z-loss of each, by
         context rank."""
+        self.balance_losses = slices[5]
+        """The same of the routers' own losses, or [1]: their sum, or [0]."""
 
     def sum(self) -> None:
         """Sum over all ranks. Raises PeerLost."""
         self._comm.all_reduce("world", self._values)
+        if self.expert_tokens is not None:
+            self._comm.all_reduce("world", self.expert_tokens)
 
 
 class StepSums:
@@ -137,8 +163,11 @@ class StepSums:
 
     def agree(self, gradient: Sequence[torch.Tensor], loss: Loss, memory_bytes: int) -> Agreement:
         """The sums over all ranks, of this rank's reduced `gradient`, its part of each bucket, among others."""
-        agreed = Agreement(self.comm)
+        has_balance = loss.balance_m is not None
+        agreed = Agreement(self.comm, balance_losses=int(has_balance), expert_tokens=loss.expert_tokens)
         self._write_own(agreed, loss, memory_bytes)
+        if loss.balance_m is not None:
+            agreed.balance_losses.copy_(loss.balance_m.sum())
         agreed.loss.copy_(loss.losses_m.sum())
         if loss.z_losses_m is not None:
             agreed.z_loss.copy_(loss.z_losses_m.sum())

@@ -157,16 +157,21 @@ class ElasticStepSums(StepSums):
         comm, own_leaves = self.comm, self.reduction.own_leaves
         square, replica_ranks = self.norm.square(gradient), comm.size("pipeline") * comm.size("tensor")
         losses, z_losses_m = self.reduction.leaves * comm.size("context"), loss.z_losses_m
-        agreed = Agreement(comm, replica_ranks, losses, 0 if z_losses_m is None else losses)
+        of_z, of_balance = (0 if each is None else losses for each in (z_losses_m, loss.balance_m))
+        agreed = Agreement(comm, replica_ranks, losses, of_z, of_balance, loss.expert_tokens)
         self._write_own(agreed, loss, memory_bytes)
         if comm.index(comm.grid.holders) == 0:  # all holders know the same
             agreed.rank_squares[comm.index("pipeline") * comm.size("tensor") + comm.index("tensor")] = square
         of_own_leaves(agreed.micro_batch_losses, own_leaves, comm).copy_(loss.losses_m)
         if z_losses_m is not None:
             of_own_leaves(agreed.micro_batch_z, own_leaves, comm).copy_(z_losses_m)
+        if loss.balance_m is not None:
+            of_own_leaves(agreed.balance_losses, own_leaves, comm).copy_(loss.balance_m)
         agreed.sum()
         agreed.loss.copy_(sum_of_halves(agreed.micro_batch_losses))
         agreed.z_loss.copy_(sum_of_halves(agreed.micro_batch_z))
+        if loss.balance_m is not None:
+            agreed.balance_losses = sum_of_halves(agreed.balance_losses).view(1)
         agreed.square.copy_(sum_of_halves(agreed.rank_squares))
         return agreed
 

@@ -305,20 +305,29 @@ def _read(agreed: Agreement, clipping: Clipping, agreed_seconds: float, with_z_l
     """Copy a step's numbers to the host: the only place in a step where the host waits for the device."""
     refused_or_not = clipping.refused.to(agreed.loss.dtype)
     scalars = torch.stack([agreed.loss, agreed.z_loss, agreed.tokens, clipping.norm, refused_or_not])
-    on_host = torch.cat([scalars, agreed.asked, agreed.memory_bytes, agreed.own_seconds]).tolist()
+    tokens_le = agreed.expert_tokens
+    of_experts = [agreed.balance_losses] if tokens_le is None else [agreed.balance_losses, tokens_le.flatten().double()]
+    vectors = [scalars, agreed.asked, agreed.memory_bytes, agreed.own_seconds]
+    on_host = torch.cat([*vectors, *of_experts]).tolist()
     total, z_total, tokens, norm, refused, *other = on_host
     asked, each = Asked.of(other[:ASKED_LENGTH]), other[ASKED_LENGTH:]
     world = len(agreed.memory_bytes)
+    balance = each[2 * world : 2 * world + len(agreed.balance_losses)]
+    counts = [int(count) for count in each[2 * world + len(balance) :]]
+    experts = 0 if tokens_le is None else tokens_le.shape[1]
+    by_layer = tuple(tuple(counts[first : first + experts]) for first in range(0, len(counts), max(1, experts)))
     return StepStatistics(
         loss=total / max(tokens, 1.0),
         grad_norm=norm,
         memory_bytes=int(max(each[:world])),
-        own_seconds=tuple(each[world:]),
+        own_seconds=tuple(each[world : 2 * world]),
         agreed_seconds=agreed_seconds,
         memory_by_rank=tuple(each[:world]),
         updated=not refused,
         asked=asked,
         z_loss=z_total / max(tokens, 1.0) if with_z_loss else None,
+        balance_loss=balance[0] if balance else None,
+        expert_tokens=by_layer if experts else None,
     )
 
 

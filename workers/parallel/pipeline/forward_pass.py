@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from manta.workers.data.batches import Documents
+from manta.workers.parallel.experts.choice import MicroBatchRouting
 from manta.workers.parallel.recompute import NOTHING, Recompute
 from manta.workers.parallel.tensor.adapters import InputDropout
 from manta.workers.parallel.tensor.positions import Positions
@@ -61,6 +62,8 @@ class ForwardPass:
     """Whether the output layer computes; if not, the last stage returns that layer's input."""
     adapter_keys_b: torch.Tensor | None = None
     """Dropout keys of the samples for inputs of adapters; None: no dropout of these."""
+    routing: MicroBatchRouting | None = None
+    """Where layers with experts keep what tokens have chosen, and count it; None: nowhere, without gradients."""
 
     @property
     def adapter_dropout(self) -> InputDropout | None:

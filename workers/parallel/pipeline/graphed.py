@@ -25,6 +25,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import MicroBatch
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.experts.choice import StepRouting
 from manta.workers.parallel.pipeline.runtime import Pipeline, Stage, Step
 from manta.workers.schedules.schedule import Action
 
@@ -48,13 +49,13 @@ class GraphedPipeline(Pipeline):
         self._addresses_of_parameters: Hashable = None
         """Addresses of all parameters and gradients; the same object as long as they stay there."""
 
-    def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
+    def train(self, batch: list[MicroBatch], loss_scale: float, routing: StepRouting | None = None) -> Loss:
         """See `Pipeline.train`."""
         self._replayed.clear()
         addresses = tuple(_addresses(parameter) for parameter in self.model.parameters())
         if addresses != self._addresses_of_parameters:  # comparing an object with itself takes no time
             self._addresses_of_parameters = addresses
-        return super().train(batch, loss_scale)
+        return super().train(batch, loss_scale, routing)
 
     def _forward(self, action: Action, step_state: Step) -> None:
         micro_batch = action.micro_batch

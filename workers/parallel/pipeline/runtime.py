@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -21,6 +21,7 @@ from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import NO_TARGET, MicroBatch
 from manta.workers.parallel.data.agreement import Loss
+from manta.workers.parallel.experts.choice import MicroBatchRouting, StepRouting
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute import NOTHING, Recompute, recomputed
 from manta.workers.parallel.tensor.cross_entropy import (
@@ -73,6 +74,8 @@ class Step:
     """fp64 scalar: tokens that have a target."""
     dropout_keys: tuple[torch.Tensor, ...]
     """Keys of each micro-batch's samples; empty without dropout."""
+    routing: StepRouting | None = None
+    """What layers with experts count; None without such, and in evaluation."""
     messages: dict[tuple[str, int, int], Receiving] = field(default_factory=dict)
     inputs: dict[Key, torch.Tensor] = field(default_factory=dict)
     """Leaves of the graphs, whose .grad is sent to the previous virtual stage."""
@@ -161,18 +164,20 @@ class Pipeline:
             self._known[key] = (actions, recomputed(actions, layout) if training else frozenset())
         return self._known[key]
 
-    def train(self, batch: list[MicroBatch], loss_scale: float) -> Loss:
+    def train(self, batch: list[MicroBatch], loss_scale: float, routing: StepRouting | None = None) -> Loss:
         """Forward and backward of all micro-batches. Gradients of the loss summed over tokens (the z-loss included),
-        times `loss_scale`, accumulate in the parameters.
+        times `loss_scale`, accumulate in the parameters. `routing`: where layers with experts count, if there are any.
 
         Returns this rank's share of the loss, which is zero except on one tensor rank of the last stage.
         """
         actions, recomputed_pairs = self._plan(len(batch), training=True)
         step_state = self._step(batch, loss_scale, recomputed_pairs)
+        step_state.routing = routing
         with self.model.weight_gradients.reported(self._when_added):
             self._run(actions, step_state)
         z_losses_m = step_state.z_losses_m if self.spec.train.z_loss else None
-        return Loss(step_state.losses_m, step_state.valid_tokens, loss_scale, z_losses_m)
+        loss = Loss(step_state.losses_m, step_state.valid_tokens, loss_scale, z_losses_m)
+        return loss if routing is None else replace(loss, balance_m=routing.losses_m, expert_tokens=routing.tokens_le)
 
     @torch.no_grad()
     def evaluate(self, batch: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,6 +265,7 @@ class Pipeline:
         documents = step_state.batch[action.micro_batch].documents
         is_recomputed = (action.micro_batch, action.chunk) in step_state.recomputed
         recompute = Recompute.of(self.spec.layout) if is_recomputed else NOTHING
+        routing = step_state.routing
         return ForwardPass(
             self.positions,
             keys if of_model else None,
@@ -267,6 +273,7 @@ class Pipeline:
             documents=documents,
             logits=self._loss.head is None,
             adapter_keys_b=keys if of_adapters else None,
+            routing=None if routing is None else MicroBatchRouting(routing, action.micro_batch),
         )
 
     def _backward(self, action: Action, step_state: Step) -> None:

@@ -1,0 +1,116 @@
+"""Losses that keep a router's work spread evenly, and their gradients.
+
+The balance loss of a sequence of T tokens is the sum over experts of f P (DeepSeek-V3, arXiv:2412.19437, eq. 17 to 20):
+f is E/(k T) times the number of tokens that have chosen the expert, P the mean over tokens of its score, divided by the
+sum of the token's scores. The gradient passes through P alone. The router's z-loss is log(sum of exp)^2 of its outputs,
+the mean over tokens (arXiv:2202.08906, eq. 5). Both depend neither on the layout nor on micro-batches: with context
+parallelism f counts the whole sequence, and each rank adds its own tokens' part of P.
+
+Shapes: n = s b tokens, b sequences, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from manta.workers.comm.comm import Comm
+from manta.workers.config import ModelConfig, MoeConfig
+from manta.workers.data.batches import NO_TARGET, MicroBatch
+
+
+class TokenOrder(NamedTuple):
+    """How the tokens of a micro-batch lie in memory."""
+
+    shape: tuple[int, int]
+    """(s, b), or (b, s)."""
+    position_dim: int
+    """Which of them is s."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences (b)."""
+        return self.shape[1 - self.position_dim]
+
+
+def has_losses(model: ModelConfig) -> bool:
+    """Whether the router's outputs have a loss of their own."""
+    moe = model.moe
+    return moe is not None and (counts_sequences(moe) or moe.router_z_loss > 0)
+
+
+def counts_sequences(moe: MoeConfig) -> bool:
+    """Whether there is a balance loss, for which each sequence's choices are counted."""
+    return moe.balance.loss == "sequence" and moe.balance.weight > 0
+
+
+class TargetsPerSequence:
+    """The number of targets of the global batch over that of its sequences: in backward a loss is a sum over targets,
+    by whose number the optimizer divides, and what is a mean over sequences has this factor for each."""
+
+    def __init__(self, comm: Comm, batch: list[MicroBatch], sequences: int, counts: bool):
+        """Begin to add up the ranks' targets; all ranks do. `counts`: whether this rank counts those of `batch`."""
+        own = torch.zeros(1, dtype=torch.int64, device=comm.device)
+        for micro_batch in batch if counts else ():
+            assert micro_batch.targets_sb is not None
+            own += (micro_batch.targets_sb != NO_TARGET).sum()
+        self._targets, self._sequences = own, sequences
+        self._adding = comm.start_all_reduce("world", own)
+        self._added = False
+
+    def value(self) -> torch.Tensor:
+        """fp64 scalar. Raises PeerLost."""
+        if not self._added:
+            self._adding.wait()
+            self._added = True
+        return self._targets[0].clamp(min=1).double() / self._sequences
+
+
+class RouterLosses:
+    """The losses of one layer's router."""
+
+    def __init__(self, model: ModelConfig):
+        assert model.moe is not None
+        self._moe, self._length = model.moe, model.sequence_length
+
+    def value(
+        self, logits_ne: torch.Tensor, scores_ne: torch.Tensor, counts_be: torch.Tensor | None, order: TokenOrder
+    ) -> torch.Tensor:
+        """Their weighted sum over the sequences of a micro-batch, of this rank's tokens, scalar."""
+        total, moe = logits_ne.new_zeros(()), self._moe
+        if counts_be is not None:
+            shares = scores_ne if moe.score == "softmax" else scores_ne / scores_ne.sum(-1, keepdim=True)
+            by_sequence = shares.unflatten(0, order.shape).sum(order.position_dim)
+            total = total + (self._factors(counts_be, shares.dtype) * by_sequence).sum()
+        if moe.router_z_loss:
+            total = total + moe.router_z_loss / self._length * logits_ne.logsumexp(-1).square().sum()
+        return total
+
+    def add_gradients(
+        self,
+        grads_ne: torch.Tensor,
+        logits_ne: torch.Tensor,
+        scores_ne: torch.Tensor,
+        counts_be: torch.Tensor | None,
+        order: TokenOrder,
+        scale: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Add the balance loss's gradient to that of the scores. Returns the z-loss's of the router's outputs, if there
+        is one. `scale`: factor on the losses."""
+        if counts_be is not None:
+            factors = (self._factors(counts_be, grads_ne.dtype) * scale).unsqueeze(order.position_dim)
+            if self._moe.score == "sigmoid":
+                sums = scores_ne.sum(-1, keepdim=True)
+                shares = (scores_ne / sums).unflatten(0, order.shape)
+                factors = (factors - (factors * shares).sum(-1, keepdim=True)) / sums.unflatten(0, order.shape)
+            grads_ne.unflatten(0, order.shape).add_(factors)
+        if not self._moe.router_z_loss:
+            return None
+        z_n1 = logits_ne.logsumexp(-1, keepdim=True)
+        return (2.0 * self._moe.router_z_loss / self._length * scale) * z_n1 * (logits_ne - z_n1).exp()
+
+    def _factors(self, counts_be: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What each token's share of each expert is multiplied by: the weight times f over T."""
+        moe = self._moe
+        return counts_be.to(dtype) * (moe.balance.weight * moe.experts / (moe.per_token * self._length**2))

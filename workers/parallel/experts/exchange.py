@@ -1,0 +1,132 @@
+"""How tokens come to their experts, and the experts' results back to the tokens.
+
+An exchange has two operations, of which each is the other's backward. Here is the one without communication, of a rank
+that has all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class Plan(Protocol):
+    """Where the tokens of one micro-batch go. Kept from forward to backward, and never made again."""
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Rows of each expert that this rank has; the host knows them."""
+        ...
+
+    @property
+    def index_m(self) -> torch.Tensor:
+        """Which of the rows that came each expert's rows are, [m]: sorted by expert, and within by their order. Each
+        row that came is at most once among an expert's."""
+        ...
+
+
+class Exchange(Protocol):
+    """The way to the experts and back, of one layer."""
+
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor) -> Planning:
+        """Begin to plan for tokens that have chosen these experts, int32 [n, k], ascending, and each expert so many
+        times, int64 [E]."""
+        ...
+
+    def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The tokens' rows at this rank's experts [r, h]."""
+        ...
+
+    def back(self, results_rh: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The sum of the experts' results for each token [n, h]. The memory of the results may be reused."""
+        ...
+
+    def weights_outward(self, weights_nk: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The factor of each of the experts' rows [m]."""
+        ...
+
+    def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The gradient of the factors [n, k] from those of the experts' rows."""
+        ...
+
+
+class Planning(Protocol):
+    """A plan that is being made."""
+
+    def finished(self) -> Plan:
+        """The plan: the host waits for its numbers."""
+        ...
+
+
+@dataclass(frozen=True)
+class _LocalPlan:
+    counts: tuple[int, ...]
+    order_m: torch.Tensor
+    """The places of the experts' rows among all tokens' choices, int64 [n k]."""
+    per_token: int
+
+    @property
+    def index_m(self) -> torch.Tensor:
+        return self.order_m // self.per_token
+
+
+@dataclass(frozen=True)
+class _LocalPlanning:
+    counts: NumbersForHost
+    order_m: torch.Tensor
+    per_token: int
+
+    def finished(self) -> _LocalPlan:
+        return _LocalPlan(tuple(self.counts.read()), self.order_m, self.per_token)
+
+
+class LocalExchange:
+    """For a rank that has all experts: rows stay where they are."""
+
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor) -> _LocalPlanning:
+        """Sort the choices by expert, and within by token."""
+        order_m = choice_nk.flatten().sort(stable=True).indices
+        return _LocalPlanning(NumbersForHost(counts_e), order_m, choice_nk.shape[1])
+
+    def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The rows themselves."""
+        return rows_nh
+
+    def back(self, results_rh: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """The results themselves."""
+        return results_rh
+
+    def weights_outward(self, weights_nk: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Sorted like the rows."""
+        assert isinstance(plan, _LocalPlan)
+        return weights_nk.flatten()[plan.order_m]
+
+    def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Sorted by token again."""
+        assert isinstance(plan, _LocalPlan)
+        grads = torch.empty_like(grads_m)
+        grads[plan.order_m] = grads_m
+        return grads.view(-1, plan.per_token)
+
+
+class NumbersForHost:
+    """Numbers on their way from the device to the host, which meanwhile starts other work."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self._event: torch.cuda.Event | None = None
+        self._host = numbers
+        if numbers.is_cuda:
+            self._host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._host.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> Sequence[int]:
+        """The numbers. The host waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[int] = self._host.tolist()
+        return numbers
