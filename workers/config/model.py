@@ -304,6 +304,12 @@ class ModelConfig(Section):
         """Width of the values of all attention heads together, in elements."""
         return self.heads * self.value_size
 
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the choice of experts adds a bias to their scores, which is a part of the state: always in DeepSeek's
+        layers, where it may stay as it is."""
+        return self.moe is not None and (self.moe.balance.bias_rate > 0 or self.family == "deepseek")
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, from 0, has experts instead of an MLP."""
         moe = self.moe

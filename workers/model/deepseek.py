@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manta.workers.model.latent_attention import LatentAttention
 from manta.workers.model.layer import Layer
-from manta.workers.model.llama import SwiGLU, embedding, norm
+from manta.workers.model.llama import embedding, mlp, norm
 from manta.workers.model.shared import Shared
 
 __all__ = ["embedding", "layer", "norm"]
@@ -15,4 +15,4 @@ def layer(shared: Shared, index: int) -> Layer:
     model = shared.spec.model
     assert shared.rotary is not None
     attention = LatentAttention(shared, index, shared.rotary)
-    return Layer(shared, index, attention, SwiGLU(model, shared.region), (norm(model), norm(model)))
+    return Layer(shared, index, attention, mlp(shared, index), (norm(model), norm(model)))

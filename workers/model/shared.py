@@ -38,7 +38,7 @@ class Shared:
         self.router_biases: torch.Tensor | None = None
         """What is added to scores for the choice of experts, fp32 [layers with experts, E], the same on all ranks; None
         without. Steps move it (`model.moe.balance.bias_rate`)."""
-        if model.moe is not None and model.moe.balance.bias_rate > 0:
+        if model.moe is not None and model.has_router_bias:
             self.router_biases = torch.zeros(len(model.expert_layers), model.moe.experts, dtype=torch.float32)
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 

@@ -25,7 +25,8 @@ LENGTH = 8
 LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2)]
 FAST = [
     ("llama", (4, 1, 1)), ("llama, all heads, biases, tied", (1, 4, 1)), ("mistral", (1, 1, 1)), ("qwen3", (2, 2, 2)),
-    ("gpt2", (2, 2, 2)), ("gpt2, exact gelu, untied", (2, 1, 1)),
+    ("mixtral", (2, 1, 1)), ("qwen3_moe", (2, 2, 1)), ("deepseek", (2, 2, 2)), ("deepseek", (1, 1, 1)),
+    ("deepseek, plain queries, dense", (4, 1, 1)), ("gpt2", (2, 2, 2)), ("gpt2, exact gelu, untied", (2, 1, 1)),
 ]  # fmt: skip
 ALL = [pytest.param(kind, layout, marks=pytest.mark.soak) for kind in KINDS for layout in LAYOUTS]
 
