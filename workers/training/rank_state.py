@@ -194,6 +194,8 @@ class RankState:
 
             weights = Weights(spec, self.comm.progress.moved)
             fill, fill_router_bias = weights.fill, weights.fill_router_bias
+            if self.comm.rank == 0 and weights.notice:
+                print(weights.notice, flush=True)
         if lora is not None and lora.from_ is not None:
             from manta.workers.weights.reading import with_adapter
 

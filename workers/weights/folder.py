@@ -122,12 +122,12 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
         raise weights_error(folder, error) from error
 
 
-def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
-    """Where each of `huggingface_tensors(spec)` is in the folder `spec.model.from_`, by its name there. Raises
-    WeightsError if one is missing, has another shape or a dtype that cannot be read, or if there is a tensor of unknown
-    purpose."""
+def tensors_of(spec: JobSpec, headers: Mapping[str, FileTensor] | None = None) -> dict[str, FileTensor]:
+    """Where each of `huggingface_tensors(spec)` is in the folder `spec.model.from_`, by its name there. `headers`: what
+    `read_headers` says of that folder. Raises WeightsError if one is missing, has another shape or a dtype that cannot
+    be read, or if there is a tensor of unknown purpose."""
     folder = Path(spec.model.from_ or "")
-    headers = read_headers(folder)
+    headers = read_headers(folder) if headers is None else headers
     wanted = huggingface_tensors(spec)
     at, used = {}, set()
     for tensor in wanted:

@@ -8,6 +8,7 @@ executed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from manta.workers.errors import WeightsError
 from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
 from manta.workers.spec.layer_table import is_adapter
 from manta.workers.weights.adapters import InitialAdapter
-from manta.workers.weights.folder import ExpertPart, FileTensor, tensors_of
+from manta.workers.weights.folder import ExpertPart, FileTensor, predicting_layers, read_headers, tensors_of
 from manta.workers.weights.mapping import ROUTER_BIAS, HuggingFaceTensor, Piece, huggingface_tensors, uses_of
 
 BLOCK_BYTES = 64 * 2**20
@@ -31,8 +32,13 @@ class Weights:
     def __init__(self, spec: JobSpec, moved: Callable[[], object] = lambda: None):
         """`moved` is called whenever some of the weights have been read. Raises WeightsError if they are not what the
         model needs."""
-        self._at = tensors_of(spec)
+        folder = Path(spec.model.from_ or "")
+        headers = read_headers(folder)
+        self._at = tensors_of(spec, headers)
         self._moved = moved
+        left_out = ", ".join(each.rstrip(".") for each in predicting_layers(spec.model, headers))
+        self.notice = f"{folder}: {left_out}, for predicting several tokens, is left out" if left_out else ""
+        """What is in the folder but not in the model, in a sentence; empty if nothing is."""
         self._parts = uses_of(huggingface_tensors(spec))
         self._seed = spec.train.seed
 

@@ -53,7 +53,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": (
-        "Mixtral", {**_LLAMA, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
+        "Mixtral",
+        {**_LLAMA, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 2},
     ),
     "qwen3_moe": (
         "Qwen3Moe",
@@ -134,7 +135,7 @@ class _TablesInFp64(torch.nn.Module):
 
     def __init__(self, job: JobSpec):
         super().__init__()
-        frequencies, self.scale = frequencies_of(job.model.rope_or_default, job.model.head_size)
+        frequencies, self.scale = frequencies_of(job.model.rope_or_default, job.model.rotated_size)
         angles = torch.outer(torch.arange(job.model.sequence_length).double(), frequencies)
         self.angles = torch.cat([angles, angles], -1).unsqueeze(0)
 
