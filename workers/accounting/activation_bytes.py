@@ -146,7 +146,7 @@ def block_terms(
                     terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
                 if is_fused and not (recompute or apart):
                     save(y)  # in any case, which is what the next product saves for its trained weight
-                    if layout.exchanges_heads:  # which the next product takes in another form
+                    if layout.exchanges_heads and operation.cut is None:  # which the next product takes in another form
                         terms["context_by_heads"] = bytes_of(spec, y)
                 if is_fused and apart and normed:
                     # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
@@ -403,7 +403,8 @@ def _deferred_of_layer(spec: JobSpec, layer: int, rows: ExpertRows | None = None
         if each.sums:  # the gradient of the sum is gathered
             results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
         inner = Tensor("inner_gradients", each.inner_columns)
-        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
+        xs = () if each.shares_input else (each.x,)
+        total += sum(bytes_of(spec, tensor) for tensor in (*xs, *results, inner))
     frozen = frozen_by_layer(spec)[layer]
     for block in (each for each in blocks if each.experts is not None):
         total += sum(deferred_expert_terms(spec, block, frozen, rows).values())

@@ -115,7 +115,7 @@ class StepPeak:
         cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows,
         for fused kernels."""
         model, layout, width = self.spec.model, self.spec.layout, self.sizes.width
-        pairs = model.sequence_length * model.head_size // 2
+        pairs = model.sequence_length * model.rotated_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
         if runs_per_rank(layout) > 1:  # the rows of this rank's positions
             angles += pairs // layout.context * 2 * width if model.parts.rotary else 0
