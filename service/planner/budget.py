@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from manta.service.planner.candidates import METHODS
-from manta.service.planner.expert_time import dispatch_of
 from manta.service.planner.operations import Budget
 from manta.service.planner.pipeline import ROUNDING
 from manta.service.planner.step_time import StepModel, StepTime
@@ -114,7 +113,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     compiled = "train.compile: true" if may_compile else ""
     products, less = _either(larger, narrower), _either(smaller, "more stages" if has_layers else "")
     without = "less recomputation, where memory allows"
-    dispatch = "" if spec.model.moe is None else dispatch_of(layout, spec.model.moe.per_token)
+    dispatch = "" if spec.model.moe is None else layout.dispatch(spec.model.moe.per_token)
     full = "parallel.recompute: full in addition" if layout.recompute != "full" else ""
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),

@@ -15,8 +15,8 @@ from functools import cached_property
 from manta.service.planner.communication import Groups, exchange_seconds, gather_seconds
 from manta.service.planner.operations import WIDE, Budget, product_seconds
 from manta.service.planner.software import Software
-from manta.workers.accounting.activation_bytes import planned_rows, tokens_of, width_of
-from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.accounting.activation_bytes import ExpertRows, planned_rows, tokens_of, width_of
+from manta.workers.config import JobSpec
 from manta.workers.spec.layer_table import Experts
 
 SCORES = 8
@@ -26,11 +26,8 @@ STALL = 20
 then."""
 ROUTING = 20
 """Small kernels of a router, and of the order of rows."""
-
-
-def dispatch_of(layout: ParallelConfig, per_token: int) -> str:
-    """How tokens come to the ranks of their experts."""
-    return layout.expert_dispatch or ("all_gather" if layout.expert_size <= per_token else "all_to_all")
+OF_EXPERT = (5, 11)
+"""Kernels of one expert besides its products, forward and backward: rows taken and added, its activation, factors."""
 
 
 Elements = Callable[[Budget, float], None]
@@ -50,9 +47,14 @@ class ExpertTime:
     elements: Elements
 
     @cached_property
+    def counts(self) -> ExpertRows:
+        """Rows of the busiest rank."""
+        return planned_rows(self.spec, self.software.imbalance)
+
+    @property
     def rows(self) -> int:
         """r."""
-        return planned_rows(self.spec, self.software.imbalance)
+        return self.counts.all
 
     @property
     def _size(self) -> int:
@@ -66,6 +68,10 @@ class ExpertTime:
         seconds = sum(times * product_seconds(machine, m, n, k, batch, width) for m, n, k in matrices)
         return seconds, times * len(matrices)
 
+    def _one_by_one(self, kernels: int) -> int:
+        """So many kernels for each expert of the rank, or for all together."""
+        return kernels * (1 if self.software.groups_experts else len(self.experts.weights))
+
     def _products(self, budget: Budget, *matrices: tuple[int, int]) -> None:
         """Products of each expert's rows, with n results each from k inputs."""
         each = -(-self.rows // len(self.experts.weights))
@@ -78,10 +84,9 @@ class ExpertTime:
         group, cluster = self.groups.expert, self.groups.cluster
         if group.size == 1:
             return
-        if dispatch_of(self.spec.layout, self.experts.per_token) == "all_gather":
-            budget.expert += gather_seconds(group, cluster, group.size * self._size)
-        else:
-            budget.expert += exchange_seconds(group, cluster, self.rows * self._size / tokens_of(self.spec)[0])
+        came = self.counts.came * self.experts.x.columns * width_of(self.spec)
+        gathers = self.spec.layout.dispatch(self.experts.per_token) == "all_gather"
+        budget.expert += (gather_seconds if gathers else exchange_seconds)(group, cluster, came)
         budget.expert += cluster.machine.constants.skew_seconds
         budget.operations += 4
 
@@ -92,7 +97,7 @@ class ExpertTime:
         self.elements(budget, (width + WIDE) * tokens * h)
         budget.products += product_seconds(machine, tokens, count, h, 1, WIDE)
         self.elements(budget, SCORES * WIDE * tokens * count)
-        budget.operations += ROUTING
+        budget.operations += ROUTING + self._one_by_one(OF_EXPERT[0])
         budget.stalls += STALL * machine.constants.host_seconds * machine.has_gpus
         self.exchange(budget)
         self.elements(budget, 2 * self._row_bytes)
@@ -115,7 +120,7 @@ class ExpertTime:
         self.elements(budget, self._row_bytes + self._size)
         self.elements(budget, SCORES * WIDE * tokens * count)
         budget.products += 2 * product_seconds(machine, tokens, h, count, 1, WIDE)
-        budget.operations += ROUTING
+        budget.operations += ROUTING + self._one_by_one(OF_EXPERT[1])
 
     def weights(self) -> tuple[float, int, int]:
         """Seconds of the products for the gradients of trained experts, kernels, and elements of these gradients."""

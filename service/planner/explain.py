@@ -11,7 +11,6 @@ from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
 from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS, expert_sizes
-from manta.service.planner.expert_time import dispatch_of
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
@@ -215,7 +214,7 @@ def _spreads(spec: JobSpec) -> Iterator[dict[str, Any]]:
         at = sizes.index(layout.expert_size)
         yield from ({"expert": size} for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]))
     if moe is not None and layout.expert_size > 1:
-        now = dispatch_of(layout, moe.per_token)
+        now = layout.dispatch(moe.per_token)
         yield {"expert_dispatch": "all_to_all" if now == "all_gather" else "all_gather"}
 
 

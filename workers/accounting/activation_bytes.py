@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, MoeConfig
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
@@ -37,11 +38,58 @@ from manta.workers.spec.parameters import (
 
 LAYER_INPUT = "attention_norm_input"
 """Name of the tensor with which a layer begins: the residual stream."""
-Rows = Sequence[int]
-"""For each layer, rows that the rank's experts get from a full micro-batch."""
 WIDE = 4
 """Bytes of an fp32 element that kernels keep in addition to 16-bit activations: statistics of norms, log-sums of
 softmax. (On a CPU, statistics have the activations' precision.)"""
+
+
+IMBALANCE = 1.25
+"""Rows that the busiest expert, and the busiest of several expert-parallel ranks, are planned to get, relative to the
+mean."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows that the experts of a rank get from a full micro-batch: of each token one for each of them that it goes
+    to."""
+
+    all: int
+    largest: int
+    """Those of the expert that gets most."""
+    came: int
+    """Tokens that came from the expert group; 0 if the rank has all experts."""
+
+
+def planned_rows(spec: JobSpec, imbalance: float = IMBALANCE) -> ExpertRows:
+    """Rows of the busiest rank of a job with experts: `imbalance` times the mean, if they are spread over ranks."""
+    return rows_of_share(spec, 1.0 if spec.layout.expert_size == 1 else imbalance, imbalance)
+
+
+def worst_rows(spec: JobSpec) -> ExpertRows:
+    """The most that a rank can get: the experts of all tokens of the group are there."""
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    assert moe is not None
+    came = size * tokens
+    return ExpertRows(came * min(moe.per_token, moe.experts // size), came, came if size > 1 else 0)
+
+
+def rows_of_share(spec: JobSpec, of_rank: float, of_expert: float) -> ExpertRows:
+    """Rows of a rank with `of_rank` times as many as the mean rank, of whose experts one has `of_expert` times as many
+    as the mean expert."""
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    assert moe is not None
+    worst, mean = worst_rows(spec), tokens * moe.per_token
+    largest = min(worst.came or tokens, math.ceil(of_expert * mean * size / moe.experts))
+    came = worst.came
+    if size > 1 and spec.layout.dispatch(moe.per_token) == "all_to_all":
+        came = min(came, math.ceil(of_rank * tokens * ranks_per_token(moe, size)))
+    return ExpertRows(min(worst.all, math.ceil(of_rank * mean)), largest, came)
+
+
+def ranks_per_token(moe: MoeConfig, size: int) -> float:
+    """Mean number of `size` expert-parallel ranks that have an expert of a token, if all choices are as frequent."""
+    others = moe.experts - moe.experts // size
+    missed = math.comb(others, moe.per_token) / math.comb(moe.experts, moe.per_token)
+    return size * (1 - missed)
 
 
 def layer_terms(
@@ -49,7 +97,7 @@ def layer_terms(
     layer: int = 0,
     modules: Collection[str] = (),
     repeats: bool = False,
-    rows: int | None = None,
+    rows: ExpertRows | None = None,
 ) -> dict[str, int]:
     """Bytes of every tensor that a layer saves of one full micro-batch, by name, if `modules` are recomputed.
     `repeats`: core attention takes copies of keys and values, one for each head, and saves these; `rows`: those of the
@@ -65,7 +113,7 @@ def block_terms(
     block: Block,
     modules: Collection[str],
     repeats: bool = False,
-    rows: int | None = None,
+    rows: ExpertRows | None = None,
 ) -> dict[str, int]:
     """The part of `layer_terms` that one block saves."""
     terms: dict[str, int] = {}
@@ -98,7 +146,7 @@ def block_terms(
                     terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
                 if is_fused and not (recompute or apart):
                     save(y)  # in any case, which is what the next product saves for its trained weight
-                    if layout.exchanges_heads:  # which the next product takes in another form
+                    if layout.exchanges_heads and operation.cut is None:  # which the next product takes in another form
                         terms["context_by_heads"] = bytes_of(spec, y)
                 if is_fused and apart and normed:
                     # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
@@ -145,16 +193,20 @@ def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False
     return terms
 
 
-def expert_terms(spec: JobSpec, experts: Experts, rows: int) -> dict[str, int]:
+def expert_terms(spec: JobSpec, experts: Experts, rows: ExpertRows) -> dict[str, int]:
     """Bytes of what experts that get so many `rows` keep in addition to their input."""
-    tokens, width = tokens_of(spec)[0], width_of(spec)
-    terms = dict.fromkeys(("expert_gates", "expert_ups"), width * rows * experts.inner)
-    return choice_terms(spec, experts, rows) | {"router_outputs": WIDE * tokens * experts.experts} | terms
-
-
-def choice_terms(spec: JobSpec, experts: Experts, rows: int) -> dict[str, int]:
-    """Bytes of the choice of experts, and of the order of `rows`, which recomputation needs too."""
-    return {"expert_choice": 4 * tokens_of(spec)[0] * experts.per_token, "expert_order": 8 * rows}
+    (tokens, _), width = tokens_of(spec), width_of(spec)
+    terms = dict.fromkeys(("expert_gates", "expert_ups"), width * rows.all * experts.inner)
+    terms |= {"router_outputs": WIDE * tokens * experts.experts, "expert_choice": 4 * tokens * experts.per_token}
+    # The order of rows, in 64 bits; of spread experts also that of what comes, or of what is sent and comes.
+    chosen = tokens * experts.per_token
+    if not rows.came:
+        places = chosen
+    elif spec.layout.dispatch(experts.per_token) == "all_gather":
+        places = rows.all + spec.layout.expert_size * chosen
+    else:
+        places = 2 * rows.all + chosen + rows.came
+    return terms | {"expert_order": 8 * places}
 
 
 def reads_input(block: Block, frozen: frozenset[str]) -> bool:
@@ -167,13 +219,14 @@ def reads_input(block: Block, frozen: frozenset[str]) -> bool:
 
 
 def deferred_expert_terms(
-    spec: JobSpec, block: Block, frozen: frozenset[str], rows: int | None = None
+    spec: JobSpec, block: Block, frozen: frozenset[str], rows: ExpertRows | None = None
 ) -> dict[str, int]:
     """Bytes of what the weight gradients of a block with experts hold while they are deferred, by name."""
     experts, width, (tokens, _) = block.experts, width_of(spec), tokens_of(spec)
     assert experts is not None
     rows = planned_rows(spec) if rows is None else rows
-    terms = expert_terms(spec, experts, rows) | {"expert_activation": width * rows * experts.inner}
+    terms = expert_terms(spec, experts, rows) | {"expert_activation": width * rows.all * experts.inner}
+    terms["grads_of_rows"] = width * rows.came * experts.x.columns
     terms["grads"] = bytes_of(spec, experts.y._replace(own=not spec.layout.sequence_parallel_on))
     if reads_input(block, frozen):
         terms["input"] = bytes_of(spec, experts.x)
@@ -188,7 +241,7 @@ def bytes_of(spec: JobSpec, tensor: Tensor) -> int:
     return width_of(spec) * tokens_of(spec)[tensor.own] * tensor.columns
 
 
-def chunk_bytes(spec: JobSpec, index: int, recompute: bool, rows: Rows | None = None) -> int:
+def chunk_bytes(spec: JobSpec, index: int, recompute: bool, rows: Sequence[ExpertRows] | None = None) -> int:
     """Bytes that virtual stage `index` keeps of one full micro-batch; `recompute`: of one that the layout's policy
     applies to; `rows`: if they are not as planned. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
@@ -209,7 +262,7 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool, rows: Rows | None = 
     return total
 
 
-def _alike(spec: JobSpec, layers: range, first: int, rows: Rows | None) -> Iterable[tuple[int, int]]:
+def _alike(spec: JobSpec, layers: range, first: int, rows: Sequence[ExpertRows] | None) -> Iterable[tuple[int, int]]:
     """For each kind of the `layers`, one layer and their number; those before `first` have no backward and are left
     out. Given `rows` differ from layer to layer."""
     if rows is not None:
@@ -219,7 +272,7 @@ def _alike(spec: JobSpec, layers: range, first: int, rows: Rows | None) -> Itera
     return layers_of_kinds(spec, (layer for layer in layers if layer >= first))
 
 
-def saved_terms(spec: JobSpec, layer: int, policy: str, rows: int | None = None) -> dict[str, int]:
+def saved_terms(spec: JobSpec, layer: int, policy: str, rows: ExpertRows | None = None) -> dict[str, int]:
     """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
         return {LAYER_INPUT: tokens_of(spec)[True] * spec.model.hidden_size * width_of(spec)}
@@ -281,7 +334,7 @@ def output_bytes(spec: JobSpec) -> int:
     return inputs + tokens * vocabulary_rows(spec) * width_of(spec)
 
 
-def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int, rows: Rows | None = None) -> int:
+def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int, rows: Sequence[ExpertRows] | None = None) -> int:
     """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches. `rows`: if they are
     not as planned."""
     stages, splits = stages_on_rank(spec, rank), SCHEDULES[spec.layout.schedule].splits_backward
@@ -319,7 +372,7 @@ def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
     return len(layers_of(spec.model.layers, spec.layout, index)), int(index == 0), int(index == count - 1)
 
 
-def deferred_bytes(spec: JobSpec, index: int, rows: Rows | None = None) -> int:
+def deferred_bytes(spec: JobSpec, index: int, rows: Sequence[ExpertRows] | None = None) -> int:
     """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
     the products and gradients of their results, and with adapters those of the inputs' products with A. The result of a
     row-parallel product is whole on each tensor rank; frozen weights of layers are counted as if they were trained,
@@ -340,7 +393,7 @@ def deferred_bytes(spec: JobSpec, index: int, rows: Rows | None = None) -> int:
     return total
 
 
-def _deferred_of_layer(spec: JobSpec, layer: int, rows: int | None = None) -> int:
+def _deferred_of_layer(spec: JobSpec, layer: int, rows: ExpertRows | None = None) -> int:
     """The part of `deferred_bytes` that one layer holds."""
     total, *blocks = 0, *layer_table_of(spec, layer).blocks
     for each in (products for block in blocks if block.experts is None for products in block.products):
@@ -350,7 +403,8 @@ def _deferred_of_layer(spec: JobSpec, layer: int, rows: int | None = None) -> in
         if each.sums:  # the gradient of the sum is gathered
             results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
         inner = Tensor("inner_gradients", each.inner_columns)
-        total += sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
+        xs = () if each.shares_input else (each.x,)
+        total += sum(bytes_of(spec, tensor) for tensor in (*xs, *results, inner))
     frozen = frozen_by_layer(spec)[layer]
     for block in (each for each in blocks if each.experts is not None):
         total += sum(deferred_expert_terms(spec, block, frozen, rows).values())
@@ -368,26 +422,6 @@ def tokens_of(spec: JobSpec) -> tuple[int, int]:
     tensor-parallel blocks."""
     tokens = spec.model.sequence_length // spec.layout.context * spec.train.micro_batch_size
     return tokens, tokens // spec.layout.tensor if spec.layout.sequence_parallel_on else tokens
-
-
-IMBALANCE = 1.25
-"""Rows that the busiest of several expert-parallel ranks is planned to get, relative to the mean."""
-
-
-def planned_rows(spec: JobSpec, imbalance: float = IMBALANCE) -> int:
-    """Rows that a rank's experts get from a full micro-batch: of each token as many as it goes to experts. If experts
-    are spread over ranks, those of the busiest rank with `imbalance` times the mean."""
-    moe = spec.model.moe
-    rows = 0 if moe is None else tokens_of(spec)[0] * moe.per_token
-    if spec.layout.expert_size == 1:
-        return rows
-    return min(worst_rows(spec), math.ceil(imbalance * rows))
-
-
-def worst_rows(spec: JobSpec) -> int:
-    """Most rows that a rank's experts can get from a full micro-batch: if all tokens of the group go to them."""
-    moe, size = spec.model.moe, spec.layout.expert_size
-    return 0 if moe is None else size * tokens_of(spec)[0] * min(moe.per_token, moe.experts // size)
 
 
 def width_of(spec: JobSpec) -> int:

@@ -7,12 +7,11 @@ f inner width of an expert on this rank.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from manta.workers.accounting.activation_bytes import (
-    IMBALANCE,
     WIDE,
+    ExpertRows,
     deferred_expert_terms,
     expert_terms,
     planned_rows,
@@ -40,9 +39,9 @@ class ExpertPasses:
         block: Block,
         recomputed: bool,
         norm: Callable[[Tape, int], None],
-        rows: int | None = None,
+        rows: ExpertRows | None = None,
     ):
-        """`recomputed`: whether the norm's output, the input, is; `norm`: how; `rows`: m, if it is not as planned."""
+        """`recomputed`: whether the norm's output, the input, is; `norm`: how; `rows`: if they are not as planned."""
         assert block.experts is not None
         self.experts, self.width, (self.tokens, outside) = block.experts, width_of(spec), tokens_of(spec)
         self.rows, h = planned_rows(spec) if rows is None else rows, spec.model.hidden_size
@@ -52,31 +51,35 @@ class ExpertPasses:
         """A gathered copy; 0 if a rank has all tokens anyway."""
         self.reads_input, self.norm = reads_input(block, frozen), norm if recomputed else None
         self.scores = WIDE * self.tokens * self.experts.experts
-        self.factors = 2 * WIDE * self.rows
+        self.factors = 2 * WIDE * self.rows.all
+        self.came = self.width * self.rows.came * h
+        """Rows that came from the expert group; 0 if they are the input itself."""
         self.kept = expert_terms(spec, self.experts, self.rows)
         self.deferred_terms = deferred_expert_terms(spec, block, frozen, self.rows)
         shared = next((each.y.columns for each in block.operations if isinstance(each, Activation)), 0)
         self.shared = self.width * self.tokens * shared
         """Bytes of one tensor of the shared experts' inner width; 0 without."""
-        self.inner = self.width * self.rows * self.experts.inner
-        # The busiest expert of a rank, by the same imbalance as the busiest rank.
-        self.largest = min(self.tokens, math.ceil(IMBALANCE * self.rows / len(self.experts.weights)))
+        self.gated = 0 if self.experts.shared_gate is None else self.shared
+        """Bytes of the product of such a tensor with the gate's factor; 0 without a gate."""
+        self.inner = self.width * self.rows.all * self.experts.inner
         self.wide = WIDE * self.tokens * h if self.width < WIDE else 0
         """Bytes of a copy of the input, or of its gradient, in fp32."""
 
     def _of_largest(self, hidden: int, inner: int) -> int:
         """Bytes of so many tensors of one expert's rows, of either width."""
-        return self.width * self.largest * (hidden * self.experts.x.columns + inner * self.experts.inner)
+        return self.width * self.rows.largest * (hidden * self.experts.x.columns + inner * self.experts.inner)
 
     def forward(self, tape: Tape) -> None:
         """What is allocated stays, the result with it."""
         tape.allocate(self.gathered, self.kept["router_outputs"], self.scores)
         tape.allocate_briefly(CHOOSING * self.tokens * self.experts.experts)
         tape.allocate(self.kept["expert_choice"], self.kept["expert_order"], 2 * self.shared, self.factors)
-        tape.allocate(2 * self.inner, self.full)
+        tape.allocate(self.came, 2 * self.inner, self.came or self.full)
         tape.allocate_briefly(max(self._of_largest(2, 1), self._of_largest(1, 2)))
+        tape.free(self.came)
+        tape.allocate(self.full if self.came else 0)
         tape.allocate(self.shared)
-        tape.allocate_briefly(self.full if self.shared else 0)
+        tape.allocate_briefly(self.gated, self.full if self.shared else 0)
         tape.allocate(self.own if self.gathered else 0)
 
     def backward(self, tape: Tape, kept: int, separate: int, split: bool) -> None:
@@ -88,12 +91,14 @@ class ExpertPasses:
             self.norm(tape, self.own)
         tape.allocate(self.gathered, 0 if split or not self.reads_input else self.gathered, self.scores, self.factors)
         if self.shared:
-            tape.allocate(2 * self.shared)
+            tape.allocate(2 * self.shared, self.gated)
             tape.allocate_briefly(self.shared)
-        tape.allocate(self.inner if split else 0, self.full)
+        rows = 0 if split or not self.reads_input else self.came
+        tape.allocate(self.inner if split else 0, self.came, rows, self.came or self.full)
         wide = 2 * WIDE // self.width
         tape.allocate_briefly(max(self._of_largest(1, 4 + wide), self._of_largest(2, 3)))
-        tape.allocate(self.scores)
+        tape.free(rows)
+        tape.allocate(self.full if self.came else 0, self.scores)
         tape.allocate_briefly(max(3 * self.scores, self.wide, self.full if self.shared else 0))
         tape.allocate(self.own if self.gathered else 0)
         tape.allocate_briefly(0 if split or not self.reads_input else self.wide)
@@ -106,6 +111,8 @@ class ExpertPasses:
     def deferred(self) -> Pass:
         """The deferred products for weights, which free what they held."""
         tape = Tape()
-        tape.allocate_briefly(self.gathered if self.reads_input else 0, max(self.wide, self._of_largest(2, 0)))
+        tape.allocate_briefly(
+            self.gathered if self.reads_input else 0, max(self.wide, self.came + self._of_largest(2, 0))
+        )
         tape.free(sum(self.deferred_terms.values()))
         return tape.total()

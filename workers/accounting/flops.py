@@ -242,10 +242,16 @@ def vocabulary_rows(spec: JobSpec) -> int:
 
 def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:
     """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 a d (arXiv:2205.05198, app. A), or
-    with a window those of its band."""
-    s = model.sequence_length
+    with a window those of its band. With latent attention, 2 s^2 a (width of a query + width of a value)."""
+    s, latent = model.sequence_length, model.latent_attention
     pairs = s * s if window is None else window * (2 * s - window)
-    return 4 * pairs * model.attention_width
+    return 2 * pairs * (model.heads * (latent.query_size if latent else model.head_size) + model.attention_width)
+
+
+def computed_attention_forward(model: ModelConfig) -> int:
+    """FLOPs of core attention that kernels compute for one sequence in one layer: without regard to windows, and with
+    the zeros that latent attention appends."""
+    return 4 * model.sequence_length**2 * model.heads * model.head_size
 
 
 def forward_flops(spec: JobSpec) -> tuple[int, int]:
@@ -262,14 +268,16 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
 def _products(spec: JobSpec, tensor: int, layer: int, trained: bool = False) -> int:
     """Forward FLOPs of one sequence in a layer without core attention, on all of `tensor` ranks, which may compute
     copies of key-value heads; or with `trained` those of weights that are trained."""
-    table, model = layer_table(spec.model, tensor, layer, spec.train.lora), spec.model
+    table, length = layer_table(spec.model, tensor, layer, spec.train.lora), spec.model.sequence_length
     frozen = layer_kinds(spec)[layer].frozen if trained else frozenset[str]()
-    each_token = 2 * model.sequence_length * tensor
-    total = each_token * sum(size for name, size in table.dense_matrices.items() if name not in frozen)
+    whole = {f"{weight.name}.weight" for each in table.products if each.whole for weight in each.weights}
+    apart = whole if spec.layout.sequence_parallel_on else ()  # each rank has other tokens
+    sizes = ((name, size) for name, size in table.dense_matrices.items() if name not in frozen)
+    elements = sum(size * (1 if name in apart else tensor) for name, size in sizes)
     if table.experts is not None:
-        of_experts = sum(table.parameters[name] for name in table.of_experts - frozen)
-        total += each_token * of_experts * table.experts.per_token // table.experts.experts
-    return total
+        of_experts = tensor * sum(table.parameters[name] for name in table.of_experts - frozen)
+        elements += of_experts * table.experts.per_token // table.experts.experts
+    return 2 * length * elements
 
 
 def _layers_products(spec: JobSpec, tensor: int, layers: Iterable[int], trained: bool = False) -> int:
@@ -315,18 +323,18 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     dense, attention = forward_flops(spec)
     computed = _layers_products(spec, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
     repeated, reached = _sequences_recomputed(spec, batch), _reached_layers(spec)
-    passes, core = sum(repeated), core_attention_forward(model)
-    computed_attention = (model.layers + 2 * len(reached)) * core
+    passes, core, wide = sum(repeated), core_attention_forward(model), computed_attention_forward(model)
+    computed_attention = (model.layers + 2 * len(reached)) * wide
     attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
     dense += _backward(spec, 1, spec.vocabulary_size)
     computed += _backward(spec, t, padded_vocabulary(spec)) + _inner_products(spec)
     again_dense = again_attention = again_paper = 0
     keeps_scores = not layout.attends_by_tiles
     if layout.recompute == "full":
-        again_dense, again_attention = _again(spec, t, repeated), passes * core
+        again_dense, again_attention = _again(spec, t, repeated), passes * wide
         again_paper = _again(spec, 1, repeated) + passes * core
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules and keeps_scores:
-        again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
+        again_attention = passes * (wide // 2 if spec.attention_is_explicit else wide)
         again_paper = passes * 3 * core
     return StepFlops(
         model_full=batch * (dense + attention),

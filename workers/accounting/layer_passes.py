@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from manta.workers.accounting.activation_bytes import (
     WIDE,
+    ExpertRows,
     attention_terms,
     block_terms,
     bytes_of,
@@ -32,6 +33,7 @@ from manta.workers.spec.layer_table import (
     Attention,
     Block,
     Experts,
+    Heads,
     Norm,
     Operation,
     Products,
@@ -84,7 +86,7 @@ class LayerPasses:
         layer: int,
         modules: Collection[str] = (),
         gpu: bool = True,
-        rows: int | None = None,
+        rows: ExpertRows | None = None,
     ):
         """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated; `rows`: those of the
         rank's experts, if they are not as planned."""
@@ -145,12 +147,13 @@ class LayerPasses:
                 self._experts[block.name].forward(tape)
             case Norm(y=y, rms=rms):
                 self.norm(tape, self._bytes(y), rms)
-            case Products(ys=ys, sums=False):
-                size = self._bytes(*ys)
-                tape.allocate_briefly(sizes.in_chunks, size)
-                self.eight.product(tape, sizes.full, sizes.gathered, size)
+            case Products(x=x, ys=ys, sums=False):
+                size, gathered = self._bytes(*ys), self._gathered(operation)
+                in_chunks = gathered * sizes.in_chunks // max(1, sizes.gathered)
+                tape.allocate_briefly(in_chunks, size)
+                self.eight.product(tape, gathered or self._bytes(x), gathered, size)
                 tape.allocate(size)
-                self._adapt(tape, operation, sizes.in_chunks)
+                self._adapt(tape, operation, in_chunks)
             case Products(x=x):
                 self.eight.product(tape, self._bytes(x), sizes.full)
                 self._adapt(tape, operation, sizes.in_chunks or sizes.residual)
@@ -159,8 +162,13 @@ class LayerPasses:
                 tape.allocate(sizes.residual)
             case Rotary(turned=((_, turned), *_)):
                 tape.allocate_briefly(self._bytes(Tensor("turned", turned)) // 2)
+            case Heads(xs=xs, ys=ys):
+                tape.allocate(*(self._bytes(y) for y in (ys if operation.copies_queries else ys[1:])))
+                # Projections are freed before attention, and a rank's own part of the keys before it is gathered.
+                tape.free(*(self._bytes(x) for x in (xs[:2] if operation.copies_queries else xs[1:2])))
             case Attention() if self.spec.layout.attends_by_tiles:
                 TilePasses(self.spec, operation, self.gpu).forward(tape)
+                tape.allocate(self._cut(operation))
             case Attention(y=y):
                 if self.spec.layout.exchanges_heads:
                     exchange(tape, self.spec, self._bytes(y, Tensor("keys_values", 2 * operation.keys)))
@@ -170,8 +178,17 @@ class LayerPasses:
                 if self.spec.layout.exchanges_heads:
                     exchange(tape, self.spec, self._bytes(y))
                     tape.allocate(self._bytes(y))
+                tape.allocate(self._cut(operation))
             case Activation(y=y):
                 tape.allocate(self._bytes(y))
+
+    def _gathered(self, product: Products) -> int:
+        """Bytes of the whole input that is gathered for products at the beginning of a block; 0 if a rank has it."""
+        return self._bytes(product.x._replace(own=False)) if self.sizes.gathered and not product.whole else 0
+
+    def _cut(self, attention: Attention) -> int:
+        """Bytes of the copy of the part of attention's result that the next product takes, if it is a part."""
+        return self._bytes(attention.cut) if attention.cut else 0
 
     def _core(self, tape: Tape, attention: Attention) -> None:
         """Core attention: what it allocates in addition to its result stays."""
@@ -304,12 +321,18 @@ class LayerPasses:
             case Products(sums=False):
                 if operation.projects:
                     self._bring_together(tape, operation, block)
-                self._enter_backward(tape, operation)
+                others = [each for each in block.products if each.x == operation.x and each is not operation]
+                self._enter_backward(tape, operation, again=not any(each.shares_input for each in others))
+                if others and not operation.shares_input:
+                    tape.free(self._bytes(operation.x))  # the sum of both gradients
             case Products():
                 self._leave_backward(tape, operation, block)
             case Rotary(turned=((columns, turned), *_)):
                 size, half = self._bytes(Tensor("all", columns)), self._bytes(Tensor("turned", turned)) // 2
                 tape.allocate_briefly(size, half)
+            case Heads(xs=xs, ys=ys):
+                tape.allocate(*map(self._bytes, xs))
+                tape.free(*map(self._bytes, ys))
             case Attention():
                 self._attend_backward(tape, operation, block)
             case Activation(xs=(_, *others), y=y):
@@ -339,9 +362,10 @@ class LayerPasses:
             self._adapters_gradients(tape, product)
             tape.free(sizes.gathered + sizes.residual + self._held(product.x))
         else:
-            tape.allocate_briefly(sizes.gathered)
-            self._adapters_gradients(tape, product, sizes.gathered)
-            tape.free(self._held(product.x) + self._bytes(*product.ys))
+            gathered, held = self._gathered(product), 0 if product.shares_input else self._held(product.x)
+            tape.allocate_briefly(gathered)
+            self._adapters_gradients(tape, product, gathered)
+            tape.free(held + self._bytes(*product.ys))
         return tape.total()
 
     def _recomputed(self, x: Tensor) -> int:
@@ -378,37 +402,45 @@ class LayerPasses:
         parts = Tensor("keys_values", 2 * attention.keys) if attention.normed else product.ys[-1]
         tape.allocate_briefly(self._bytes(parts))
 
-    def _enter_backward(self, tape: Tape, product: Products) -> None:
+    def _enter_backward(self, tape: Tape, product: Products, again: bool) -> None:
         """Backward of the products at the beginning of a block. Deferred products hold the gradients of their results
-        and their input."""
-        sizes, recomputed_bytes = self.sizes, self._recomputed(product.x)
-        if recomputed_bytes:
+        and their input. `again`: a dropped input is computed here; otherwise others that share it have done so."""
+        recomputed_bytes, own, gathers = self._recomputed(product.x), self._bytes(product.x), self._gathered(product)
+        full = gathers or own
+        if recomputed_bytes and again:
             self.norm(tape, recomputed_bytes, self.model.parts.rms_norm)
         gradients = [self._bytes(y) for y in product.ys]
         defers = self._defers(product)
-        gathered = sizes.gathered if self._held(product.x) and not defers else 0
-        columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
-        tape.allocate(gathered, sizes.full)
+        gathered = gathers if self._held(product.x) and not defers else 0
+        columns = self.eight.gradient_of_input(tape, gradients, gathered + full)
+        tape.allocate(gathered, full)
         self._adapt_backward(tape, product)
-        if sizes.gathered:
-            tape.allocate(sizes.residual)
+        if gathers:
+            tape.allocate(own)
         if not defers:
-            self.eight.gradients_of_weights(tape, columns, sizes.full, product.weights)
+            self.eight.gradients_of_weights(tape, columns, full, product.weights)
             self._adapters_gradients(tape, product)
-        if sizes.gathered:
-            tape.free(sizes.full)
+        if gathers:
+            tape.free(full)
         tape.free(gathered)
         if not defers:
-            tape.free(*gradients, recomputed_bytes)
-            self._free(tape, product.x)
+            tape.free(*gradients)
+            if not product.shares_input:
+                tape.free(recomputed_bytes)
+                self._free(tape, product.x)
 
     def _attend_backward(self, tape: Tape, attention: Attention, block: Block) -> None:
         """From the gradient of attention's output to those of queries, keys and values."""
         context, keys_values = self._bytes(attention.y), self._bytes(Tensor("keys_values", 2 * attention.keys))
+        taken = (attention.y,) if attention.cut is None else (attention.cut,)
+        copied = () if attention.cut is None else (attention.y,)
+        if attention.cut is not None:
+            tape.allocate(context)
+            tape.free(self._cut(attention))
         if self.spec.layout.attends_by_tiles:
             TilePasses(self.spec, attention, self.gpu).backward(tape)
             tape.free(*(self.terms.get(name, 0) for name in ("log_sums", "dropout_keys")), context)
-            self._free(tape, *(() if self.split else (attention.y,)), attention.queries, *attention.keys_values)
+            self._free(tape, *(() if self.split else taken), *copied, attention.queries, *attention.keys_values)
             tape.free(self.terms.get(block.mask, 0))
             return
         if self.spec.layout.exchanges_heads:
@@ -429,7 +461,8 @@ class LayerPasses:
             tape.free(self.repeated)
         self._free(
             tape,
-            *(() if self._defers(block.products[-1]) else (attention.y,)),
+            *(() if self._defers(block.products[-1]) else taken),
+            *copied,
             attention.queries,
             *attention.keys_values,
         )

@@ -6,10 +6,17 @@ tensors that deferred weight gradients hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from manta.workers.accounting.activation_bytes import LAYER_INPUT, WIDE, Rows, layers_are_alike, offloaded, tokens_of
+from manta.workers.accounting.activation_bytes import (
+    LAYER_INPUT,
+    WIDE,
+    ExpertRows,
+    layers_are_alike,
+    offloaded,
+    tokens_of,
+)
 from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.layer_passes import LayerPasses, Sizes
 from manta.workers.accounting.rank_passes import (
@@ -48,7 +55,9 @@ class StepPeak:
     weights write fp32 matrices that are then added to the sums, as on GPUs before torch 2.13. Only the largest of
     these, that of the output layer, is counted, at the moment when most memory is held."""
 
-    def __init__(self, spec: JobSpec, gpu: bool = True, sums_separately: bool = False, rows: Rows | None = None):
+    def __init__(
+        self, spec: JobSpec, gpu: bool = True, sums_separately: bool = False, rows: Sequence[ExpertRows] | None = None
+    ):
         """`rows`: those of the rank's experts, if they are not as planned."""
         self.spec, self.gpu, self.sizes, self.rows = spec, gpu, Sizes.of(spec), rows
         layout = spec.layout
@@ -106,7 +115,7 @@ class StepPeak:
         cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows,
         for fused kernels."""
         model, layout, width = self.spec.model, self.spec.layout, self.sizes.width
-        pairs = model.sequence_length * model.head_size // 2
+        pairs = model.sequence_length * model.rotated_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
         if runs_per_rank(layout) > 1:  # the rows of this rank's positions
             angles += pairs // layout.context * 2 * width if model.parts.rotary else 0

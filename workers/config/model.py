@@ -3,6 +3,7 @@ are in workers/model/)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -80,7 +81,11 @@ class RopeScaling(Section):
     beta_slow: PositiveFloat = 1.0
     """yarn: frequencies with at most this many rotations in original_length are divided by the factor."""
     attention_factor: PositiveFloat | None = None
-    """yarn: factor that queries and keys are multiplied by; default: 0.1 ln(factor) + 1."""
+    """yarn: factor that queries and keys are multiplied by; default: 0.1 ln(factor) + 1. With latent_attention, of
+    their rotated elements only."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn with latent_attention: attention's scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; default:
+    they are not."""
 
 
 class RopeConfig(Section):
@@ -163,6 +168,11 @@ class LatentAttentionConfig(Section):
     """Elements of each head's query and key that positions do not rotate."""
     value_size: Width
     """Elements of each head's value."""
+
+    @property
+    def query_size(self) -> int:
+        """Elements of each head's query and key."""
+        return self.nope_size + self.rope_size
 
 
 class ModelConfig(Section):
@@ -254,8 +264,35 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head, in elements (d)."""
+        """Width of one attention head, in elements (d). With latent attention that of core attention, in which queries
+        and keys are as wide as values."""
+        latent = self.latent_attention
+        if latent is not None:
+            return max(latent.query_size, latent.value_size)
         return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def has_head_size(self) -> bool:
+        """Whether heads have a width: it is given, or their number divides hidden_size."""
+        return bool(self.head_dim or self.latent_attention) or self.hidden_size % self.heads == 0
+
+    @property
+    def value_size(self) -> int:
+        """Width of one head's value, in elements."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.value_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Elements of one head that rotary positions rotate."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.rope_size
+
+    @property
+    def score_factor(self) -> float:
+        """Factor on attention's scores, besides 1 / sqrt(width of a query)."""
+        scaling = self.rope_or_default.scaling
+        if scaling is None or scaling.mscale_all_dim is None:
+            return 1.0
+        return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
     @property
     def rope_or_default(self) -> RopeConfig:
@@ -264,8 +301,14 @@ class ModelConfig(Section):
 
     @property
     def attention_width(self) -> int:
-        """Width of all attention heads together, in elements."""
-        return self.heads * self.head_size
+        """Width of the values of all attention heads together, in elements."""
+        return self.heads * self.value_size
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the choice of experts adds a bias to their scores, which is a part of the state: always in DeepSeek's
+        layers, where it may stay as it is."""
+        return self.moe is not None and (self.moe.balance.bias_rate > 0 or self.family == "deepseek")
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, from 0, has experts instead of an MLP."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,27 @@ def _with_shape(document: Any, roots: DataRoots) -> Any:
         shape = shape_of(config)
     except WeightsError as error:
         raise SpecError([Problem("model.from", at_submission(error))]) from error
+    model, shape = _with_balance(model, shape)
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)
     completed = {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
     return {**completed, "train": _with_rates_for_weights(document["train"])} if "train" in document else completed
+
+
+_OF_TRAINING = ("balance", "router_z_loss")
+"""Keys of `model.moe` that config.json does not have."""
+
+
+def _with_balance(model: dict[str, Any], shape: Shape) -> tuple[dict[str, Any], Shape]:
+    """Both with the keys of `model.moe` that the other one has and it has not: what weights do not tell, and what a job
+    need not repeat."""
+    given, theirs = model.get("moe"), shape.section.get("moe")
+    if not isinstance(given, dict) or theirs is None:
+        return model, shape
+    own = {key: given[key] for key in _OF_TRAINING if key in given}
+    section = {**shape.section, "moe": {**theirs, **own}}
+    return {**model, "moe": {**theirs, **given}}, replace(shape, section=section)
 
 
 def _with_rates_for_weights(train: Any) -> Any:

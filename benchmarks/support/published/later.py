@@ -41,6 +41,9 @@ MEGATRON_CORE = replace(
     shards_optimizer=True,
 )
 """Since 2023: messages, sums of gradients and gathering of parameters overlap the passes."""
+MEGATRON_MOE = replace(MEGATRON_CORE, groups_experts=True, imbalance=1.0)
+"""With experts, of balanced tokens: tables say that they forced that, and the others do not say how far from it they
+were."""
 NANOTRON = replace(MANTA, name="nanotron", overlaps_tensor=0.0, blocks_on_messages=True, fused=True)
 DEEPSPEED_2022 = replace(MEGATRON_DEEPSPEED_2021, name="megatron-deepspeed-2022", shards_optimizer=True)
 DEEPSPEED_2022_FP16 = replace(DEEPSPEED_2022, gradient_bytes=2, accumulation_bytes=8.0)
@@ -144,6 +147,28 @@ TABLES = {
 """By the name of the file. Rates are of one GPU."""
 
 
+_MOE_SOURCES = "experts that are not split over tensor ranks (expert tensor parallelism of 1) are taken for split ones"
+_NEW_TABLES = {
+    "megatron_moe": Table(
+        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates) and megatron/core/transformer/moe/README.md "
+        "of MCore 0.8 and 0.9; yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md, without FSDP; "
+        f"{_MOE_SOURCES}",
+        "model TFLOP/s",
+        MEGATRON_MOE,
+        overlaps_forward=True,
+    ),
+    "nemo_moe": Table(
+        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02): "
+        "rows of H100 and B200 whose layers are known here and that drop no tokens; NVIDIA-NeMo/Automodel, "
+        f"docs/performance-summary.md of October 2025; {_MOE_SOURCES}",
+        "tokens/s",
+        MEGATRON_MOE,
+        overlaps_forward=True,
+    ),
+}
+TABLES |= _NEW_TABLES
+
+
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200, **more: Any) -> dict[str, Any]:
     return {"layers": layers, "hidden_size": hidden, "heads": heads, "vocabulary_size": vocabulary, **more}
 
@@ -152,6 +177,11 @@ def _llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocabulary
     return _gpt(layers, hidden, heads, vocabulary, family="llama", kv_heads=kv, ffn_hidden_size=inner)
 
 
+def _experts(count: int, per_token: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {"experts": count, "per_token": per_token, "ffn_hidden_size": inner, **more}
+
+
+_QWEN = {"family": "qwen", "head_dim": 128}
 _DROPOUT: dict[str, Any] = {"dropout": 0.1}
 _SHAPES_2021 = {
     "1.7b": (24, 2304, 24),
@@ -219,6 +249,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron-8b": _gpt(32, 4096, 32, 256000, tie_embeddings=False, bias=False),
     "nemotron-22b": _gpt(40, 6144, 48, 256000, tie_embeddings=False, bias=False),
     "nemotron-15b": _gpt(32, 6144, 48, 256000, kv_heads=8, tie_embeddings=False, bias=False),
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000) | {"moe": _experts(8, 2, 14336)},
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, 151936) | _QWEN | {"moe": _experts(128, 8, 768)},
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, 151936) | _QWEN | {"moe": _experts(128, 8, 1536)},
     "nemotron-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tie_embeddings=False, bias=False),
 }
 """What the tables, or the scripts and configurations next to them, say of the models."""
@@ -262,6 +295,7 @@ def rows(name: str) -> Iterator[Row]:
 def case_of(line: dict[str, str]) -> str:
     """A line in words."""
     axes = "x".join(line[axis] for axis in ("tensor", "pipeline", "data"))
+    axes += "".join(f" {name} {line[name]}" for name in ("context", "expert") if line.get(name, "1") != "1")
     chunks = f" {line['schedule']} {line['chunks']}".rstrip() if line["schedule"] not in ("", "1f1b") else ""
     more = "" if line["recompute"] in ("", "none") else f", {line['recompute']} recomputation"
     more += ", sequence parallel" if line.get("sequence_parallel") == "1" else ""
@@ -291,11 +325,10 @@ def predicted(table: Table, line: dict[str, str]) -> tuple[JobSpec, float]:
     pieces = (1, 2, 4) if table.overlaps_forward and line["tensor"] != "1" else (1,)
     for choice, chunks in product(_choices(line), pieces):
         spec = _spec(choice, engine, chunks)
-        if not line["recompute"] and not fits(spec, cluster).fits:
-            continue
+        too_large = not line["recompute"] and not fits(spec, cluster).fits
         seconds = sharded_seconds(spec, cluster, engine) if table.sharded else _seconds(spec, cluster, engine)
-        estimates.append((seconds, spec))
-    seconds, spec = min(estimates, key=lambda each: each[0])
+        estimates.append((too_large, seconds, spec))
+    _, seconds, spec = min(estimates, key=lambda each: each[:2])
     return spec, seconds
 
 
@@ -331,12 +364,19 @@ def _choices(line: dict[str, str]) -> Iterator[dict[str, str]]:
         yield line | filled
 
 
+_RECOMPUTED: dict[str, dict[str, Any]] = {
+    "half": {"recompute": "full", "recompute_every": 2},
+    "norm and activation": {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]},
+}
+
+
 def _spec(line: dict[str, str], engine: Software, forward_chunks: int) -> JobSpec:
     precision, _, compiled = line["precision"].partition("+")
     layout: dict[str, Any] = {axis: int(line[axis]) for axis in ("tensor", "pipeline", "data")}
     layout |= {"schedule": line["schedule"], "virtual_stages": int(line["chunks"])}
-    half = line["recompute"] == "half"
-    layout |= {"recompute": "full", "recompute_every": 2} if half else {"recompute": line["recompute"]}
+    layout |= {axis: int(line[axis]) for axis in ("context", "expert") if line.get(axis, "1") != "1"}
+    layout |= {"expert_dispatch": "all_to_all"} if "expert" in layout else {}
+    layout |= _RECOMPUTED.get(line["recompute"], {"recompute": line["recompute"]})
     layout |= {"zero": int(engine.shards_optimizer), "stage_layers": _stage_layers(line)}
     if engine.name.startswith(("megatron-2021", "megatron-deepspeed")):
         layout["sequence_parallel"] = False

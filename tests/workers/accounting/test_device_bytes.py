@@ -29,6 +29,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "kv_heads": 4, "ffn_hidden_size": 5504},
     "qwen": {"family": "qwen", "kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 6144},
+    "latent": {
+        "family": "deepseek",
+        "latent_attention": (
+            LATENT := {
+                "q_rank": 768,
+                "kv_rank": 512,
+                "rope_size": 64,
+                "nope_size": 128,
+                "value_size": 128,
+            }
+        ),
+    },
+    "latent, wide values": {"family": "deepseek", "latent_attention": LATENT | {"q_rank": None, "value_size": 256}},
 }
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
 SHARDED = {"tensor": 2, "pipeline": 1, "data": 2}
@@ -128,6 +141,19 @@ JOBS = {
     "adapters, zero 3, all to all, tensor": job(
         "qwen", 2, LONG | {"zero": 3, "context_method": "all_to_all", "tensor": 2, "data": 1}, lora={}
     ),
+    "latent": job("latent"),
+    "latent, one rank": job("latent", **ALONE),
+    "latent, wide values, one rank": job("latent, wide values", **ALONE),
+    "latent, wide values, zb-h1": job("latent, wide values", parallel={"schedule": "zb-h1"}),
+    "latent, zb-h1, selective": job(
+        "latent", parallel={"schedule": "zb-h1", "recompute": "selective", "recompute_modules": ALL_MODULES}
+    ),
+    "latent, full": job("latent", parallel={"recompute": "full", "sequence_parallel": False}),
+    "latent, 8 bits": job("latent", fp8="rowwise"),
+    "latent, ring": job("latent", parallel=LONG | {"context_method": "ring"}),
+    "latent, all to all": job("latent", parallel=LONG | {"context_method": "all_to_all"}),
+    "latent, gather, fp32": job("latent, wide values", parallel=LONG, precision="fp32"),
+    "latent, adapters": job("latent", parallel=SHARDED | {"zero": 3}, lora={}),
     "adapters, zero 3, context 4, elastic": job(
         "llama", 4, LONG | {"zero": 3, "context": 4}, deterministic="elastic", lora={"rank": 64}
     ),

@@ -15,7 +15,14 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.parallel import recompute as recomputation
 
-FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
+LATENT = {"kv_rank": 24, "rope_size": 8, "nope_size": 12, "value_size": 16}
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {"family": "gpt"},
+    {"family": "llama", "kv_heads": 2},
+    {"family": "qwen", "kv_heads": 2, "head_dim": 16},
+    {"family": "deepseek", "latent_attention": LATENT},
+    {"family": "deepseek", "latent_attention": LATENT | {"q_rank": 28, "value_size": 24}},
+)
 MODULES = ((), ("norm", "mlp_activation", "core_attention"))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},

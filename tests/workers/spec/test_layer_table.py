@@ -24,7 +24,10 @@ from manta.workers.spec.problems import SpecError
 
 MODULES = ("core_attention", "norm", "mlp_activation")
 FACTORS: Factors = {
-    "family": (("gpt", True), ("gpt", False), ("llama", True), ("llama", False), ("qwen", False)),
+    "family": (
+        *(("gpt", True), ("gpt", False), ("llama", True), ("llama", False), ("qwen", False)),
+        *(("deepseek", False), ("deepseek, short queries", False)),
+    ),
     "heads": ((8, None), (8, 10), (2, None), (2, 10), (1, 10)),
     "layout": ((1, False), (2, False), (2, True), (4, True)),
     "attention": (("explicit", 0.1), ("explicit", 0.0), ("sdpa", 0.0)),
@@ -38,11 +41,19 @@ FACTORS: Factors = {
 and dropout; recomputed modules; rank, dropout and targets of adapters."""
 
 
+LATENT = {
+    "deepseek": {"kv_rank": 22, "rope_size": 4, "nope_size": 8, "value_size": 7},
+    "deepseek, short queries": {"kv_rank": 22, "q_rank": 30, "rope_size": 4, "nope_size": 5, "value_size": 11},
+}
+
+
 def job_of(row: Row) -> JobSpec:
     """A small job whose sizes are all different. Raises SpecError for a row that no job has."""
     (family, bias), (groups, size), (tensor, split) = row["family"], row["heads"], row["layout"]
     attention, dropout = row["attention"]
     model = {"family": family, "bias": bias, "kv_heads": groups, "head_dim": size, "dropout": dropout, "heads": 8}
+    if family in LATENT:
+        model = {"family": "deepseek", "latent_attention": LATENT[family], "dropout": dropout, "heads": 8}
     model |= {"hidden_size": 48, "sequence_length": 20, "ffn_hidden_size": 80, "sliding_window": row["window"]}
     layout: dict[str, Any] = {"tensor": tensor, "sequence_parallel": split}
     if row["modules"]:
@@ -117,7 +128,8 @@ def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
     with _Products(job.attention_is_explicit) as backward:
         torch.autograd.backward([edge], [torch.ones_like(source)])
     matrices = {name: shape for name, shape in shapes(table).items() if len(shape) == 2}
-    lengths = {name: tuple(sorted((tokens_of(job)[0], *shape))) for name, shape in matrices.items()}
+    whole = {f"{each.name}.weight" for products in table.products if products.whole for each in products.weights}
+    lengths = {name: tuple(sorted((tokens_of(job)[name in whole], *shape))) for name, shape in matrices.items()}
     assert forward.lengths == Counter(lengths.values())
     trained = [each for name, each in lengths.items() if name not in frozen]
     again = [each for name, each in lengths.items() if name.endswith("lora_a")]

@@ -74,7 +74,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("heads of a tensor group", {"model": {"heads": 3}, "parallel": {"tensor": 4}}, "model.heads",
      "heads (3) must divide hidden_size (32)", "4"),
     ("positions that are learned", {"model": {"rope": {"theta": 5e5}}}, "model.rope",
-     "gpt uses learned positions; only llama and qwen use rotary ones", "null"),
+     "gpt uses learned positions; only llama, qwen and deepseek use rotary ones", "null"),
     ("an activation that is gpt's", {"model": {"family": "llama", "activation": "gelu_tanh"}}, "model.activation",
      "llama uses SwiGLU; only gpt has a choice of activation", "gelu"),
     ("pairs that turn", {"model": {"family": "llama", "head_dim": 7}}, "model.head_dim",
