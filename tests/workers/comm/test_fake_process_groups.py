@@ -11,9 +11,10 @@ from unittest import mock
 
 import pytest
 from engine_specs import spec
-from fake_rank import FakeRank, balanced_experts, pretended_gpu
+from fake_rank import BalancedNumbers, FakeRank, balanced_experts, pretended_gpu
 
-from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.accounting.device_bytes import bytes_of_stage
+from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.liveness.device_trail import DeviceTrail
@@ -191,8 +192,9 @@ def large(name: str) -> JobSpec:
 def test_fake_process_groups_take_the_planned_memory_at_real_sizes(name, role):
     job = large(name)
     rank = roles(job)[role]
-    planned = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
-    assert planned == pytest.approx(step_of(job, rank), rel=0.03)
+    passes = StepPeak(job, rows=None if job.model.moe is None else BalancedNumbers(job).rows)
+    planned = bytes_of_stage(passes, RankGrid(job.layout).coordinates(rank).pipeline, job.micro_batches)
+    assert planned.total == pytest.approx(step_of(job, rank), rel=0.03)
 
 
 @pytest.mark.parametrize("deterministic", ["layout", "elastic"])
@@ -200,6 +202,17 @@ def test_weights_that_come_and_go_make_the_host_wait_nowhere_else(deterministic)
     layout = {"tensor": 2, "data": 4, "zero": 3, "recompute": "full"}
     numbers = {"global_batch_size": 11, "micro_batch_size": 1, "precision": "fp16", "deterministic": deterministic}
     step_of(spec(model={"layers": 4}, train=numbers, parallel=layout), 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_host_waits_for_experts_once_for_each_layer_and_forward_pass(dispatch, schedule):
+    """Not where the layer is recomputed, nor in backward."""
+    moe = {"experts": 8, "per_token": 2, "ffn_hidden_size": 32, "first_dense": 1, "shared": 1}
+    layout = {"tensor": 2, "pipeline": 2, "data": 4, "expert": 4, "expert_dispatch": dispatch, "recompute": "full"}
+    layout |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    train = {"global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16"}
+    step_of(spec(model={"family": "llama", "layers": 4, "moe": moe}, train=train, parallel=layout), 3)
 
 
 class PassedAtOnce:

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.support.tensor_bytes import tracker_of_bytes
+from manta.workers.accounting.activation_bytes import ExpertRows
 from manta.workers.comm import process_groups
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -76,6 +77,7 @@ class BalancedNumbers:
         model, layout, moe = spec.model, spec.layout, spec.model.moe
         assert moe is not None
         self.read_times, size, experts = 0, layout.expert_size, moe.experts
+        method = layout.dispatch(moe.per_token)
         tokens = model.sequence_length // layout.context * spec.train.micro_batch_size
         each, none_left = divmod(tokens * moe.per_token, experts)
         to_each_rank, whole = divmod(tokens * min(moe.per_token, size), size)
@@ -88,6 +90,9 @@ class BalancedNumbers:
         }
         """By length: choices of each expert; those of the rank's experts, and of others; by source, the choices of each
         expert and the rows to each rank."""
+        came = size * (tokens if method == "all_gather" else to_each_rank) if size > 1 else 0
+        self.rows = [ExpertRows(tokens * moe.per_token, size * each, came)] * model.layers
+        """Of each layer, for `StepPeak`."""
 
     def __call__(self, numbers: torch.Tensor) -> Any:
         """Like `NumbersForHost`."""
