@@ -42,7 +42,8 @@ FACTORS: Factors = {
     "lora": (None, (3, 0.3, None), (5, 0.0, ("k", "v", "down")), (2, 0.0, ("q", "up"))),
 }
 """Family and biases; key-value heads and size of a head; tensor ranks and sequence parallelism; written out or fused,
-and dropout; recomputed modules; experts, those of a token, shared ones and their gate; rank, dropout and targets of adapters."""
+and dropout; recomputed modules; experts, those of a token, shared ones and their gate; rank, dropout and targets of
+adapters."""
 
 
 LATENT = {
