@@ -29,7 +29,6 @@ ROUTING = 20
 OF_EXPERT = (5, 11)
 """Kernels of one expert besides its products, forward and backward: rows taken and added, its activation, factors."""
 
-
 Elements = Callable[[Budget, float], None]
 """Adds an element-wise kernel that moves so many bytes."""
 
@@ -122,15 +121,19 @@ class ExpertTime:
         budget.products += 2 * product_seconds(machine, tokens, h, count, 1, WIDE)
         budget.operations += ROUTING + self._one_by_one(OF_EXPERT[1])
 
-    def weights(self) -> tuple[float, int, int]:
-        """Seconds of the products for the gradients of trained experts, kernels, and elements of these gradients."""
+    def weights(self, budget: Budget) -> tuple[int, int]:
+        """Products for the gradients of trained experts, whose inputs may come again. Returns the number of kernels, and
+        elements of these gradients."""
         h, f, each = self.experts.x.columns, self.experts.inner, -(-self.rows // len(self.experts.weights))
-        shapes = [(f, h, each), (f, h, each), (h, f, each)]
         names = [[f"{weight.name}.weight" not in self.frozen for weight in one] for one in self.experts.weights]
         trained = sum(map(sum, names))
-        seconds, kernels = self._grouped(shapes)
-        part = trained / (len(shapes) * len(names))
-        return part * seconds, round(part * kernels), trained * f * h
+        if self.software.sends_rows_again and any(gate or up for gate, up, _ in names):
+            self.exchange(budget)
+        seconds, kernels = self._grouped([(f, h, each), (f, h, each), (h, f, each)])
+        part = trained / (3 * len(names))
+        budget.products += part * seconds
+        budget.operations += round(2 * part * kernels)
+        return round(part * kernels), trained * f * h
 
     @property
     def _row_bytes(self) -> int:

@@ -463,12 +463,9 @@ class LayerTime:
 
     def _gradients_of_experts(self, budget: Budget) -> None:
         """Gradients of the weights of experts and of the router."""
-        if self.experts is None:
-            return
-        seconds, kernels, elements = self.experts.weights()
-        budget.products += seconds
-        budget.operations += 2 * kernels
-        self._accumulate(budget, elements, kernels)
+        if self.experts is not None:
+            kernels, elements = self.experts.weights(budget)
+            self._accumulate(budget, elements, kernels)
 
     def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:
         """Adding `products` gradients, of so many elements together, to the sums of micro-batches; each is computed in

@@ -53,6 +53,8 @@ class Software:
     """Operations of the host at the end of a step; on the device they are kernels with next to no work."""
     groups_experts: bool = False
     """Whether the products of all experts of a rank are one kernel, instead of one for each."""
+    sends_rows_again: bool = True
+    """Whether the inputs of experts on other ranks are sent again in backward, instead of kept there."""
     imbalance: float = IMBALANCE
     """Rows of the busiest expert-parallel rank, relative to the mean: one where tables are of balanced tokens."""
     shards_optimizer: bool = False

@@ -237,10 +237,13 @@ class StepModel:
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or StagePasses(self.layer)
-        self.most_trained = self.parameters, experts = parameters or most_trained(spec)
-        apart = experts if spec.layout.expert_size > 1 else 0
-        self._regions = ((self.parameters - apart, self.groups.holders), (apart, self.groups.expert_holders))
+        self.most_trained = self.parameters, self._experts = parameters or most_trained(spec)
+
+    @property
+    def _regions(self) -> tuple[tuple[int, Group], ...]:
         """Trained parameters by the ranks that hold them."""
+        apart = self._experts if self.spec.layout.expert_size > 1 else 0
+        return (self.parameters - apart, self.groups.holders), (apart, self.groups.expert_holders)
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
@@ -415,7 +418,8 @@ class StepModel:
         layout = self.spec.layout
         is_split = layout.zero > 0 and self.software.shards_optimizer
         offload = self.spec.train.optimizer.offload
-        own = sum(elements / (holders.size if is_split else 1) for elements, holders in self._regions if elements)
+        ranks = (layout.holders, layout.expert_holders) if is_split else (1, 1)
+        own = sum(elements / held for (elements, _), held in zip(self._regions, ranks, strict=True) if elements)
         update = (self._offloaded_update if offload else self._update)(own)
         update += self._update_wait()
         if not self.software.shards_optimizer or layout.zero == 3:

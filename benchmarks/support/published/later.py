@@ -41,7 +41,7 @@ MEGATRON_CORE = replace(
     shards_optimizer=True,
 )
 """Since 2023: messages, sums of gradients and gathering of parameters overlap the passes."""
-MEGATRON_MOE = replace(MEGATRON_CORE, groups_experts=True, imbalance=1.0)
+MEGATRON_MOE = replace(MEGATRON_CORE, groups_experts=True, sends_rows_again=False, imbalance=1.0)
 """With experts, of balanced tokens: tables say that they forced that, and the others do not say how far from it they
 were."""
 NANOTRON = replace(MANTA, name="nanotron", overlaps_tensor=0.0, blocks_on_messages=True, fused=True)
@@ -160,10 +160,16 @@ _NEW_TABLES = {
     "nemo_moe": Table(
         "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02): "
         "rows of H100 and B200 whose layers are known here and that drop no tokens; NVIDIA-NeMo/Automodel, "
-        f"docs/performance-summary.md of October 2025; {_MOE_SOURCES}",
+        f"docs/performance-summary.md of October 2025; {_MOE_SOURCES}; FSDP of what is not in experts is taken for ZeRO 1",
         "tokens/s",
         MEGATRON_MOE,
         overlaps_forward=True,
+    ),
+    "deepseek_v3": Table(
+        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken for "
+        "zb-v, and its batch of one micro-batch size for all of training",
+        "tokens/s",
+        MEGATRON_MOE,
     ),
 }
 TABLES |= _NEW_TABLES
@@ -181,6 +187,13 @@ def _experts(count: int, per_token: int, inner: int, **more: Any) -> dict[str, A
     return {"experts": count, "per_token": per_token, "ffn_hidden_size": inner, **more}
 
 
+def _deepseek(heads: int, vocabulary: int, moe: dict[str, Any]) -> dict[str, Any]:
+    latent = {"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128}
+    more = {"family": "deepseek", "ffn_hidden_size": 18432, "moe": moe, "latent_attention": latent}
+    return _gpt(61, 7168, heads, vocabulary, **more)
+
+
+_DEEPSEEK = {"shared": 1, "score": "sigmoid"}
 _QWEN = {"family": "qwen", "head_dim": 128}
 _DROPOUT: dict[str, Any] = {"dropout": 0.1}
 _SHAPES_2021 = {
@@ -252,6 +265,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000) | {"moe": _experts(8, 2, 14336)},
     "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, 151936) | _QWEN | {"moe": _experts(128, 8, 768)},
     "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, 151936) | _QWEN | {"moe": _experts(128, 8, 1536)},
+    "deepseek-v3": _deepseek(128, 129280, _experts(256, 8, 2048, first_dense=3, **_DEEPSEEK)),
+    "kimi-k2": _deepseek(64, 163840, _experts(384, 8, 2048, first_dense=1, **_DEEPSEEK)),
     "nemotron-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tie_embeddings=False, bias=False),
 }
 """What the tables, or the scripts and configurations next to them, say of the models."""
@@ -271,6 +286,9 @@ def machine(name: str) -> Machine:
         return replace(machine_of("a100-40gb"), adapters=4)
     if name == "a100-80gb-opa":  # Jean Zay: four adapters of 100 Gb/s a node
         return replace(machine_of("a100-80gb"), adapters=4, adapter_bandwidth=12.5e9, numa_nodes=0)
+    if name == "h800-80gb":  # half of the H100's NVLink
+        h100 = machine_of("h100-80gb")
+        return replace(h100, accelerator=replace(h100.accelerator, name=name, link_bandwidth=200e9))
     if name == "h100-96gb-500w":  # Grand Teton with HBM2e
         h100 = machine_of("h100-80gb")
         device = replace(h100.accelerator, name=name, memory_bytes=95 * GIB, memory_bandwidth=2.4e12)
@@ -355,7 +373,7 @@ def _choices(line: dict[str, str]) -> Iterator[dict[str, str]]:
         [line["recompute"]] if line["recompute"] else ["none", "selective", "full"],
     ):
         whole = share // int(micro_batch) % pipeline == 0
-        if virtual != "1" and not whole:
+        if virtual != "1" and line["schedule"] in ("", "interleaved") and not whole:
             continue
         schedule = line["schedule"] or ("1f1b" if virtual == "1" else "interleaved")
         if schedule == "interleaved" and virtual == "1":

@@ -4,7 +4,9 @@ and which tensors they save for backward."""
 from __future__ import annotations
 
 from collections import Counter
+from fractions import Fraction
 from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from one_layer import OneLayer, held_tensors
 from manta.workers.accounting.activation_bytes import layer_terms, tokens_of
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import Documents
+from manta.workers.parallel.experts.layer import ExpertMLP
 from manta.workers.parallel.tensor.shards import named_shards
 from manta.workers.spec.layer_table import LayerTable, layer_table, layer_table_of
 from manta.workers.spec.parameters import frozen_by_layer
@@ -35,10 +38,12 @@ FACTORS: Factors = {
     "documents": ("together", "apart"),
     "window": (None, 5),
     "frozen": ((), ("*.mlp",), ("*.q", "*.up"), ("*.qkv", "*.kv", "*.down"), ("*.attention.*", "*.gate")),
+    "experts": (None, (4, 2, 0, False), (6, 1, 2, True), (4, 3, 1, False)),
     "lora": (None, (3, 0.3, None), (5, 0.0, ("k", "v", "down")), (2, 0.0, ("q", "up"))),
 }
 """Family and biases; key-value heads and size of a head; tensor ranks and sequence parallelism; written out or fused,
-and dropout; recomputed modules; rank, dropout and targets of adapters."""
+and dropout; recomputed modules; experts, those of a token, shared ones and their gate; rank, dropout and targets of
+adapters."""
 
 
 LATENT = {
@@ -56,6 +61,9 @@ def job_of(row: Row) -> JobSpec:
         model = {"family": "deepseek", "latent_attention": LATENT[family], "dropout": dropout, "heads": 8}
     model |= {"hidden_size": 48, "sequence_length": 20, "ffn_hidden_size": 80, "sliding_window": row["window"]}
     layout: dict[str, Any] = {"tensor": tensor, "sequence_parallel": split}
+    if row["experts"]:
+        numbers = zip(("experts", "per_token", "shared", "shared_gate"), row["experts"], strict=True)
+        model |= {"moe": {**dict(numbers), "ffn_hidden_size": 8, "normalise": row["experts"][1] > 1}}
     if row["modules"]:
         layout |= {"recompute": "selective", "recompute_modules": row["modules"]}
     if row["lora"] and row["frozen"]:
@@ -75,7 +83,7 @@ FUSED: Row = {
     "window": None,
     "heads": (2, None),
 }
-FUSED |= {"lora": None}
+FUSED |= {"lora": None, "experts": None}
 ROWS = [row for row, _ in cover(FACTORS, job_of)] + [
     {"family": (family, False), "modules": modules, "documents": documents, **FUSED}
     for family, modules, documents in product(("gpt", "qwen"), ((), ("core_attention",)), ("together", "apart"))
@@ -115,6 +123,8 @@ def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
     assert table.parameters == {name: parameter.numel() for name, parameter in shards.items()}
     for name, parameter in shards.items():
         parameter.requires_grad_(name not in frozen)
+    for experts in (each for each in layer.layer.modules() if isinstance(each, ExpertMLP)):
+        experts.know_frozen({f"layers.0.{name}" for name in frozen})
     documents = Documents(((0, 7, 8), (0,), (0, 13)), 20) if job.data.documents == "apart" else None
     source = layer.input().requires_grad_()
     layer.forward(source * 1.0, documents)  # makes the tables that all layers share
@@ -130,10 +140,22 @@ def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
     matrices = {name: shape for name, shape in shapes(table).items() if len(shape) == 2}
     whole = {f"{each.name}.weight" for products in table.products if products.whole for each in products.weights}
     lengths = {name: tuple(sorted((tokens_of(job)[name in whole], *shape))) for name, shape in matrices.items()}
-    assert forward.lengths == Counter(lengths.values())
     trained = [each for name, each in lengths.items() if name not in frozen]
     again = [each for name, each in lengths.items() if name.endswith("lora_a")]
-    assert backward.lengths == Counter([*lengths.values(), *trained, *again])
+    if table.experts is None:
+        assert forward.lengths == Counter(lengths.values())
+        assert backward.lengths == Counter([*lengths.values(), *trained, *again])
+        return
+    # How many rows each expert has depends on data, but not how many all have.
+    part = {name: Fraction(table.experts.per_token, table.experts.experts) for name in table.of_experts}
+    work = {name: prod(each) * part.get(name, 1) for name, each in lengths.items()}
+    forwards, backwards = (
+        sum(prod(each) * times for each, times in counted.lengths.items()) for counted in (forward, backward)
+    )
+    assert forwards == sum(work.values())
+    of_trained = sum(each for name, each in work.items() if name not in frozen)
+    of_again = sum(each for name, each in work.items() if name.endswith("lora_a"))
+    assert backwards == forwards + of_trained + of_again
 
 
 @pytest.mark.parametrize("tensor", [1, 4])

@@ -94,6 +94,16 @@ class BalancedNumbers:
         self.rows = [ExpertRows(tokens * moe.per_token, size * each, came)] * model.layers
         """Of each layer, for `StepPeak`."""
 
+    def know(self, numbers: dict[int, list[int]]) -> None:
+        """Other numbers than balanced ones, by their length."""
+        self._known |= numbers
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """Within the block the host gets these numbers."""
+        with mock.patch.object(exchange, "NumbersForHost", self), mock.patch.object(dispatch, "NumbersForHost", self):
+            yield
+
     def __call__(self, numbers: torch.Tensor) -> Any:
         """Like `NumbersForHost`."""
         return SimpleNamespace(read=lambda: self._read(numbers.numel()))
@@ -110,7 +120,7 @@ def balanced_experts(spec: JobSpec) -> Iterator[BalancedNumbers | None]:
         yield None
         return
     numbers = BalancedNumbers(spec)
-    with mock.patch.object(exchange, "NumbersForHost", numbers), mock.patch.object(dispatch, "NumbersForHost", numbers):
+    with numbers.instead():
         yield numbers
 
 
