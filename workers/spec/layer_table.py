@@ -365,9 +365,10 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
-    """The targets of `train.lora` that the family has."""
+    """The targets of `train.lora` that the family has; of a model with experts those in attention, in all layers."""
     known = layer_table(model).logical_matrices
-    return tuple(target for target, name in ADAPTED.items() if name in known)
+    no_mlp = model.moe is not None
+    return tuple(target for target, name in ADAPTED.items() if name in known and not (no_mlp and name[:4] == "mlp."))
 
 
 @lru_cache(maxsize=256)
@@ -380,7 +381,7 @@ def _layer_table(
     blocks = attend(model, tensor, window), mlp
     if lora is None:
         return LayerTable(blocks)
-    names = {ADAPTED[target] for target in lora.targets or ADAPTED}
+    names = {ADAPTED[target] for target in lora.targets or lora_targets(model)}
     return LayerTable(tuple(_with_adapters(block, names, lora.rank) for block in blocks))
 
 
