@@ -31,9 +31,8 @@ def _adapt(spec: JobSpec, index: int, layer: nn.Module) -> None:
     lora, attention, mlp = spec.train.lora, layer.attention, layer.mlp
     latent, has_experts = spec.model.latent_attention is not None, spec.model.moe is not None
     in_attention = "o" if latent else "qkvo"
-    for target in lora.targets or (
-        each for each in INPUTS if each in in_attention or not (has_experts or each in "qkv")
-    ):
+    in_mlp = () if has_experts else ("gate", "up", "down")
+    for target in lora.targets or (*in_attention, *in_mlp):
         if target in "qkv":
             size, fused = attention.size, attention.kv_heads == attention.heads
             owner, name = attention, target
