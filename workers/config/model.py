@@ -107,7 +107,8 @@ class BalanceConfig(Section):
     """Weight of that loss."""
     bias_rate: NonNegativeFloat = 0.0
     """How far each step moves the bias with which a layer chooses an expert, up for experts with fewer tokens than the
-    mean and down for those with more (arXiv:2408.15664); 0: there is no such bias."""
+    mean and down for those with more (arXiv:2408.15664); 0: there is no such bias, or in deepseek it stays as it
+    was read."""
 
 
 class MoeConfig(Section):
@@ -205,8 +206,8 @@ class ModelConfig(Section):
     head_dim: Width | None = None
     """Width of one attention head, in elements; default: hidden_size / heads."""
     ffn_hidden_size: Width | None = None
-    """Inner width of the MLP, in elements; default: 4 * hidden_size, and for llama and qwen, whose MLPs have three
-    matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
+    """Inner width of the MLP, in elements; default: 4 * hidden_size, and for families other than gpt, whose MLPs have
+    three matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
     sequence_length: Length
     """Number of tokens in a training sequence (s)."""
     vocabulary_size: Vocabulary | None = None
@@ -220,11 +221,11 @@ class ModelConfig(Section):
     """Whether the output layer shares the token embedding's weight; default: true for gpt, else false."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """Activation function of gpt's MLP. gelu: exact, with erf; gelu_tanh: its tanh approximation, which GPT-2 uses
-    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen use SwiGLU."""
+    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). The others use SwiGLU."""
     norm_epsilon: Epsilon = 1.0e-5
     """Added to the variance or mean square in norms; at least 1e-30."""
     rope: RopeConfig | None = None
-    """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt has learned positions."""
+    """Rotary positions of llama, qwen and deepseek; default: theta 10000, no scaling. gpt has learned positions."""
     sliding_window: Length | None = None
     """Number of tokens that a token attends to, including itself (arXiv:2310.06825); default: all preceding tokens."""
     full_attention_every: Layers | None = None

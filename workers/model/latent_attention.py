@@ -23,6 +23,7 @@ from manta.workers.model.rotary import Rotary, turn_halves
 from manta.workers.model.shared import INIT_STD, Shared, residual_std
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation, shared_recomputation
+from manta.workers.parallel.tensor import compiled_operators
 from manta.workers.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -85,7 +86,7 @@ class LatentAttention(HeadsAttention):
             q = self.q_up(self.q_norm(q_short))
         kv_short, rotated = short.split([self.kv_rank, self.parts.rope], -1)
         kv = self.kv_up(self.kv_norm(kv_short))
-        rotated = enter(rotated, self.region)
+        rotated = self._entered(rotated)
         length = run.positions.length
         shape = (1, length, 1, -1) if run.batch_first else (length, 1, 1, -1)
         cos, sin = (table.view(shape) for table in self.rotary.tables(q, run.positions))
@@ -93,6 +94,15 @@ class LatentAttention(HeadsAttention):
             return _copied_heads(q, kv, rotated, cos, sin, self.parts)
         heads: tuple[torch.Tensor, ...] = _Heads.apply(q, kv, rotated, cos, sin, self.parts)
         return heads
+
+    def _entered(self, rotated: torch.Tensor) -> torch.Tensor:
+        """The rotated part of the keys, [s or s/t, b, p], for all tokens."""
+        region = self.region
+        if region.tensor_size == 1:
+            return rotated
+        if torch.compiler.is_compiling():
+            return compiled_operators.entered(rotated, self.kv_up.weight, region.sequence_split)
+        return enter(rotated, region)
 
 
 class _Heads(torch.autograd.Function):

@@ -135,6 +135,10 @@ _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_le
 """Keys that identify the weights."""
 
 
+_OBJECTS = ("moe", "latent_attention")
+"""Keys of which each key is named by itself."""
+
+
 def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
     """Keys next to `from` that differ from config.json."""
     length = model.get("sequence_length")
@@ -146,8 +150,12 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
         given = model[key]
         if given is None and ModelConfig.model_fields[key].default is None:
             continue  # as if it were left out
-        expected = known.get(key)
-        if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
+        expected, read = known.get(key), _read({**shape.section, key: given}, shape.positions).get(key)
+        if isinstance(expected, dict) and isinstance(read, dict) and key in _OBJECTS:
+            for inner in (each for each in expected if read.get(each) != expected[each]):
+                rule = f"{_shown(read.get(inner))} differs from {where}, which says {_shown(expected[inner])}"
+                yield Problem(f"model.{key}.{inner}", rule, _shown(expected[inner]))
+        elif read != expected:
             name = shape.huggingface_names.get(key, "nothing")
             theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
             yield Problem(f"model.{key}", f"{_shown(given)} differs from {where}: {theirs}", _shown(expected))
@@ -162,7 +170,7 @@ def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_vocabulary(spec: JobSpec) -> JobSpec:

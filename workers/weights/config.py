@@ -478,8 +478,8 @@ def _yarn(inner: Keys, positions: int) -> Section:
 
 
 def _scales(inner: Keys, factor: float, of_deepseek: bool) -> Iterator[tuple[str, float]]:
-    """yarn's `attention_factor`, and DeepSeek's factor of scores. `mscale` and `mscale_all_dim` are 0.1 x logarithms'
-    factors; of what is rotated the quotient of both counts."""
+    """yarn's `attention_factor`, and DeepSeek's `mscale_all_dim`. Both mscales make scales, 0.1 mscale ln(factor) + 1:
+    what is rotated has their quotient, and scores the square of the second one."""
     for key in () if of_deepseek else ("mscale", "mscale_all_dim"):
         if inner.get(key) is not None:
             raise inner.wrong(key, "this variant of yarn is not supported")

@@ -7,7 +7,7 @@ executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -61,23 +61,28 @@ class Weights:
             local.copy_(values.view_as(local))
 
     def _fill(self, name: str, rows: tuple[int, int], columns: tuple[int, int], local: torch.Tensor) -> None:
+        pieces: dict[HuggingFaceTensor, list[Piece]] = {}
         for tensor, piece in self._parts[name]:
-            self._read(tensor, piece, rows, columns, local)
+            pieces.setdefault(tensor, []).append(piece)
+        for tensor, some in pieces.items():
+            self._read(tensor, some, rows, columns, local)
 
     def _read(
         self,
         tensor: HuggingFaceTensor,
-        piece: Piece,
+        pieces: Sequence[Piece],
         rows: tuple[int, int],
         columns: tuple[int, int],
         local: torch.Tensor,
     ) -> None:
-        """The piece's part of our [rows, columns), which are `local`."""
+        """The pieces' part of our [rows, columns), which are `local`; read in the order of their rows, of which some
+        pieces have every n-th."""
         here = self._at[tensor.name]
+        in_order = sorted((run for piece in pieces for run in piece.runs(*rows)), key=lambda run: run[1])
         try:
             with safe_open(here.file, framework="pt") as file:
                 stored = file.get_slice(here.name)
-                for runs in _blocks(piece.runs(*rows), _rows_in_a_block(tensor)):
+                for runs in _blocks(in_order, _rows_in_a_block(tensor)):
                     first, end = runs[0][1], runs[-1][1] + runs[-1][2]
                     block = _cut(stored, tensor, (first, end), columns, here.of_expert)
                     for row, theirs, count in runs:
@@ -112,7 +117,7 @@ def _rows_in_a_block(tensor: HuggingFaceTensor) -> int:
     return max(1, BLOCK_BYTES // (4 * columns))
 
 
-def _blocks(runs: Iterator[tuple[int, int, int]], max_rows: int) -> Iterator[list[tuple[int, int, int]]]:
+def _blocks(runs: Iterable[tuple[int, int, int]], max_rows: int) -> Iterator[list[tuple[int, int, int]]]:
     """The runs, cut if they are longer than `max_rows` rows, in groups that are consecutive in their tensor and have
     about `max_rows` rows."""
     group: list[tuple[int, int, int]] = []

@@ -29,8 +29,10 @@ def adapted_model(spec: JobSpec) -> PlainGPT:
 
 def _adapt(spec: JobSpec, index: int, layer: nn.Module) -> None:
     lora, attention, mlp = spec.train.lora, layer.attention, layer.mlp
-    latent = spec.model.latent_attention is not None  # its queries, keys and values have none
-    for target in lora.targets or (each for each in INPUTS if not latent or each not in "qkv"):
+    latent, has_experts = spec.model.latent_attention is not None, spec.model.moe is not None
+    in_attention = "o" if latent else "qkvo"
+    in_mlp = () if has_experts else ("gate", "up", "down")
+    for target in lora.targets or (*in_attention, *in_mlp):
         if target in "qkv":
             size, fused = attention.size, attention.kv_heads == attention.heads
             owner, name = attention, target

@@ -581,5 +581,5 @@ def test_balance_of_experts_may_be_given_beside_weights_but_not_other_numbers_of
 
     job = model(balance={"bias_rate": 0.001}, per_token=3)
     assert (job.model.moe.experts, job.model.moe.balance.bias_rate) == (8, 0.001)
-    with pytest.raises(SpecError, match=r"model\.moe"):
+    with pytest.raises(SpecError, match=r"model\.moe\.per_token: 2 differs from .*, which says 3 \(try: 3\)"):
         model(per_token=2)
