@@ -45,6 +45,14 @@ JOBS: list[dict[str, dict[str, Any]]] = [
             ("ring", "explicit"),
         )
     ),
+    *(
+        {
+            "model": {"hidden_size": 32, "sequence_length": 16, "heads": 2},
+            "train": {"fp8": fp8, "precision": "bf16", "micro_batch_size": 4},
+            "parallel": {"data": 2},
+        }
+        for fp8 in ("tensorwise", "rowwise")
+    ),
     {"parallel": {"data": 2, "zero": 0, "tensor": 2}, "train": {"lora": {"rank": 2, "dropout": 0.2}}},
 ]
 
@@ -59,10 +67,11 @@ def job(given: dict[str, dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("given", JOBS, ids=str)
 def test_micro_batches_without_samples_change_no_bit_of_a_step(ranks, given):
     spec = parse_job_spec(job(given))
-    windows = torch.randint(4, 256, (8, 9), generator=torch.Generator().manual_seed(3))
+    windows = torch.randint(4, 256, (8, spec.model.sequence_length + 1), generator=torch.Generator().manual_seed(3))
     windows[::2, 4] = END
     weights = random_weights(spec, model=adapted_model(spec))
-    given = [job(given)], [light(weights)], [[windows, windows.flip(0)]], torch.float32
+    dtype = torch.bfloat16 if spec.train.precision == "bf16" else torch.float32
+    given = [job(given)], [light(weights)], [[windows, windows.flip(0)]], dtype
     expected, found = (ranks.run(spec.layout, program, *given) for program in (run_steps, run_steps_beside_nothing))
     for (one,), (other,) in zip(expected, found, strict=True):
         assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
