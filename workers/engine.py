@@ -11,7 +11,7 @@ import torch
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import most_micro_batches
-from manta.workers.data.batches import MicroBatch
+from manta.workers.data.batches import NO_TARGET, MicroBatch
 from manta.workers.model.stage import (
     ModelStage,
     call_around_parts,
@@ -29,7 +29,7 @@ from manta.workers.parallel.data.reduction import GradientReduction, SharedGradi
 from manta.workers.parallel.data.state import StatePart, tensors_of
 from manta.workers.parallel.data.units import ElasticUnitReduction, GatheredWeights, UnitPasses, UnitReduction
 from manta.workers.parallel.data.zero import ZeroOptimizer
-from manta.workers.parallel.experts.balance import TargetsPerSequence, has_losses
+from manta.workers.parallel.experts.balance import has_losses
 from manta.workers.parallel.experts.choice import StepRouting
 from manta.workers.parallel.pipeline.graphed import CudaRecording, GraphedPipeline, Recording
 from manta.workers.parallel.pipeline.runtime import Pipeline
@@ -183,9 +183,7 @@ class Engine:
         # A mean over all positions in backward; the optimizer corrects for positions without a target.
         positions = sequences * self.spec.model.sequence_length
         scale_before = self.loss_scale.state.clone()
-        targets = self._count_targets(batch, sequences)
-        if targets is not None:
-            targets.value()  # before the passes, whose messages the ranks would not receive in one order with it
+        targets = self._targets_per_sequence(batch, sequences)
         while True:
             self.reduction.begin(len(batch), sequences)
             scale = self.loss_scale.value / positions
@@ -202,21 +200,29 @@ class Engine:
                 self.loss_scale.state.copy_(scale_before)
                 return statistics
 
-    def _count_targets(self, batch: list[MicroBatch], sequences: int) -> TargetsPerSequence | None:
-        """Begin to count the step's targets, if routers have losses of their own."""
+    def _targets_per_sequence(self, batch: list[MicroBatch], sequences: int) -> torch.Tensor | None:
+        """The number of targets of the global batch over that of its sequences, fp64 scalar, if routers have losses of
+        their own: in backward a loss is a sum over targets, by whose number the optimizer divides, so what is a mean
+        over sequences has this factor for each."""
         if not has_losses(self.spec.model):
             return None
-        is_last = any(chunk.is_last for chunk in self.model.chunks)
-        return TargetsPerSequence(self.comm, batch, sequences, is_last and self.comm.index("tensor") == 0)
+        total = torch.zeros(1, dtype=torch.int64, device=self.comm.device)
+        if self.comm.index("tensor") == 0 and any(chunk.is_last for chunk in self.model.chunks):
+            for targets_sb in (micro_batch.targets_sb for micro_batch in batch):
+                assert targets_sb is not None
+                total += (targets_sb != NO_TARGET).sum()
+        with self.comm.step.phase("data"):
+            self.comm.all_reduce("world", total)
+        return total[0].clamp(min=1).double() / sequences
 
     def _routing(
-        self, micro_batches: int, sequences: int, targets: TargetsPerSequence | None, scale: float
+        self, micro_batches: int, sequences: int, targets: torch.Tensor | None, scale: float
     ) -> StepRouting | None:
         """What layers with experts count in a step; None without such."""
         if not self.spec.model.expert_layers:
             return None
-        balance_scale = None if targets is None else lambda: scale * targets.value()
-        return StepRouting(self.spec.model, self.comm, micro_batches, sequences, balance_scale)
+        loss_scale = None if targets is None else targets * scale
+        return StepRouting(self.spec.model, self.comm, micro_batches, sequences, loss_scale)
 
     def _move_router_biases(self, statistics: StepStatistics) -> None:
         """After a step that has updated the parameters (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""

@@ -10,6 +10,7 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -66,7 +67,21 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     # Of a micro-batch of 8 or 16.
     "head_tokens": (0, 7),
     "lora": ("none", "some", "all with dropout"),
+    "experts": ("none", "softmax", "sigmoid in groups", "one, every other layer"),
 }
+EXPERTS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "softmax": {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "balance": {"weight": 0.5}},
+    "sigmoid in groups": {
+        "experts": 6, "per_token": 3, "ffn_hidden_size": 8, "shared": 2, "shared_gate": True, "score": "sigmoid",
+        "groups": 3, "groups_per_token": 2, "scale": 2.5, "balance": {"weight": 0.5}, "router_z_loss": 0.1,
+    },
+    "one, every other layer": {
+        "experts": 4, "per_token": 1, "ffn_hidden_size": 4, "shared": 1, "shared_ffn_hidden_size": 12, "every": 2,
+        "normalise": False, "balance": {"loss": "none"},
+    },
+}  # fmt: skip
+"""Losses with large weights, so that no part of them hides."""
 LORA: dict[str, dict[str, Any] | None] = {
     "none": None,
     "some": {"rank": 3, "alpha": 20.0, "scaling": "root", "targets": ["q", "v", "o", "up"]},
@@ -109,6 +124,9 @@ RULES: tuple[Callable[..., bool], ...] = (
     lambda schedule, micro_batches: micro_batches < 8 or schedule in ("interleaved x 2", "zb-v"),
     # Stages 2 and 3 communicate for each micro-batch.
     lambda zero, pipeline, schedule: zero < 2 or (pipeline == 1 and schedule == "1f1b"),
+    lambda experts, family: experts == "none" or family != "gpt",
+    lambda experts, bias: experts == "none" or not bias,
+    lambda experts, lora: experts == "none" or lora != "some",  # which names matrices of MLPs
     # With one sequence less than divides, somebody has less than the others.
     lambda data, micro_batch_size, batch_divides: batch_divides or data * micro_batch_size > 1,
 )
@@ -116,6 +134,8 @@ RULES: tuple[Callable[..., bool], ...] = (
 # Standard deviation of the weights: at 0.2, the default, a plain fp32 loop itself strays further than fp32's tolerance
 # in the deepest models.
 SPREAD = 0.03
+# Routers choose clearly: rounding sends no token to another expert.
+ROUTER_SCALE, MARGIN = 16.0, 3e-5
 # Gradients that are smaller than this part of the global norm are judged as if they were as large: in fp32 3e-9 of the
 # norm may be rounding. Of adapters alone the norm is smaller, but not what passes the frozen weights beside them.
 FLOOR, FLOOR_OF_ADAPTERS = 1e-3, 2e-2
@@ -227,7 +247,7 @@ def job(row: Row) -> dict[str, Any]:
         model={
             "layers": max(2, stages) + more, "hidden_size": 16, "ffn_hidden_size": 40,
             **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads", "family")},
-            "head_dim": row["head_dim"],
+            "head_dim": row["head_dim"], "moe": EXPERTS[row["experts"]],
             **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
         data=DATA[row["documents"]],
@@ -272,24 +292,42 @@ def conversations(windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.stack([torch.from_numpy(each.learned) for each in marks]), numbers.cumsum(1)[:, :-1]
 
 
+@dataclass
+class Reference:
+    """What the plain model computes in fp64."""
+
+    weights: dict[str, torch.Tensor]
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    balance_loss: float
+    expert_tokens: tuple[tuple[int, ...], ...]
+
+
 @functools.cache
-def references(of_three: tuple[str, ...]) -> list[tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]]:
-    """(weights, loss, gradients) of the plain model in fp64 for every row of an array."""
+def references(of_three: tuple[str, ...]) -> list[Reference]:
+    """The plain model's results for every row of an array."""
     return [reference(row) for row in covering_array(of_three)]
 
 
-def reference(row: Row) -> tuple[dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
-    """(weights, loss, gradients) of the plain model in fp64."""
+def reference(row: Row) -> Reference:
+    """The plain model's results for a row."""
     spec = parse_job_spec(job(row))
     model = adapted_model(spec).double()
-    weights = random_weights(spec, spread=SPREAD, model=model)
-    model.load(weights)
     batch = windows(row)
     chats = conversations(batch) if row["documents"] == "conversations" else None
-    loss = model.loss(batch, end=END if row["documents"] == "apart" else None, chats=chats)
-    loss.backward()
+    for seed in itertools.count():
+        weights = random_weights(spec, seed, SPREAD, model)
+        for name in (name for name in weights if name.endswith("router.weight")):
+            weights[name] *= ROUTER_SCALE
+        loss = model.load(weights).loss(batch, end=END if row["documents"] == "apart" else None, chats=chats)
+        if model.margin() > MARGIN:
+            break
+    balance_loss = model.balance_loss()
+    (loss + balance_loss).backward()
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return weights, loss.item(), trained
+    return Reference(
+        weights, loss.item(), trained, balance_loss.item(), tuple(tuple(mlp.counts) for mlp in model.routers)
+    )
 
 
 LAYOUTS = [
@@ -329,30 +367,34 @@ def test_gradients_of_every_layout_equal_those_of_a_plain_model(ranks, sizes, dt
             compare(ranks, together, dtype, tolerance)
 
 
-def compare(ranks: Any, rows: list[tuple[Row, Any]], dtype: torch.dtype, tolerance: float) -> None:
+def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, tolerance: float) -> None:
     """Run rows of one layout, and compare each with its reference."""
     jobs = [job(row) for row, _ in rows]
     layout = parse_job_spec(jobs[0]).layout
-    weights = [light(start) for _, (start, _, _) in rows]
+    weights = [light(expected.weights) for _, expected in rows]
     by_rank = ranks.run(layout, run_steps, jobs, weights, [[windows(row)] for row, _ in rows], dtype)
-    for number, (row, (start, loss, gradients)) in enumerate(rows):
-        steps = [rank[number] for rank in by_rank]
-        check(row, steps, loss, gradients, tolerance)
+    for number, (row, expected) in enumerate(rows):
+        steps, start = [rank[number] for rank in by_rank], expected.weights
+        check(row, steps, expected, tolerance)
         shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
         after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])
         same = {name for name in start if torch.equal(after[name].double(), start[name])}
-        assert same == start.keys() - gradients.keys(), "a step changes all that is trained"
+        assert same == start.keys() - expected.gradients.keys(), "a step changes all that is trained"
 
 
-def check(row: Row, steps: list[Steps], loss: float, gradients: dict[str, torch.Tensor], tolerance: float) -> None:
-    """Losses, norms and gradients of all ranks against the reference."""
+def check(row: Row, steps: list[Steps], expected: Reference, tolerance: float) -> None:
+    """Losses, norms, counts and gradients of all ranks against the reference."""
+    gradients, has_losses = expected.gradients, row["experts"] in ("softmax", "sigmoid in groups")
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     whole = assemble(shapes, [placed for rank in steps for placed in rank.gradients])
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for rank in steps:
-        assert rank.losses[0] == pytest.approx(loss, rel=tolerance / 2), row
+        assert rank.losses[0] == pytest.approx(expected.loss, rel=tolerance / 2), row
+        balance_loss = pytest.approx(expected.balance_loss, rel=tolerance) if has_losses else None
+        assert rank.balance_losses[0] == balance_loss, row
+        assert rank.expert_tokens[0] == (expected.expert_tokens or None), row
         assert rank.grad_norms[0] == pytest.approx(norm, rel=tolerance), row
-    for name, expected in gradients.items():
-        error = (whole[name].double() - expected).norm().item()
+    for name, gradient in gradients.items():
+        error = (whole[name].double() - gradient).norm().item()
         floor = FLOOR if row["lora"] == "none" else FLOOR_OF_ADAPTERS
-        assert error <= tolerance * max(expected.norm().item(), floor * norm), (name, row)
+        assert error <= tolerance * max(gradient.norm().item(), floor * norm), (name, row)

@@ -151,12 +151,10 @@ class PlainGPT(nn.Module):
         drop: Drop = keep_all,
         end: int | None = None,
         chats: tuple[torch.Tensor, torch.Tensor] | None = None,
-        add_balance: bool = False,
     ) -> torch.Tensor:
         """Mean loss of windows [b, s + 1] in nats a token. Where a window holds NO_TARGET there is nothing to predict,
         and the model reads token 1. With `end`, documents that end with this token are apart. `chats`: which tokens are
-        learned [b, s + 1], and the number of each one's conversation [b, s]. `add_balance`: with the losses of
-        routers."""
+        learned [b, s + 1], and the number of each one's conversation [b, s]."""
         tokens, targets = windows[:, :-1].abs(), windows[:, 1:]
         if end is not None:
             ends = tokens == end
@@ -168,13 +166,20 @@ class PlainGPT(nn.Module):
                 layer.attention.document = chats[1]
             targets = targets.masked_fill(~chats[0][:, 1:], NO_TARGET)
         logits = self(tokens, drop)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
-        return loss + self.balance_loss() if add_balance else loss
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET)
 
-    def balance_loss(self) -> torch.Tensor | float:
+    @property
+    def routers(self) -> list[nn.Module]:
+        """The MLPs that are experts."""
+        return [layer.mlp for layer in self.layers if hasattr(layer.mlp, "router")]
+
+    def balance_loss(self) -> torch.Tensor:
         """The routers' own losses of the last batch, the mean over its sequences."""
-        each = [torch.stack(layer.mlp.losses).mean() for layer in self.layers if hasattr(layer.mlp, "losses")]
-        return sum(each, 0.0)
+        return sum((mlp.losses.mean() for mlp in self.routers), torch.zeros(()))
+
+    def margin(self) -> float:
+        """By how much at least a token of the last batch preferred the last expert that it chose to the next one."""
+        return min((mlp.margin for mlp in self.routers), default=math.inf)
 
     def load(self, weights: dict[str, torch.Tensor]) -> PlainGPT:
         """Take `weights` by name; every parameter must be there."""

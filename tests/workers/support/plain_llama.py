@@ -68,7 +68,7 @@ class PlainSwiGLU(nn.Module):
 
 
 class PlainExperts(nn.Module):
-    """Experts, one token after the other."""
+    """Every expert computes every token; those that a token has not chosen have no weight."""
 
     def __init__(self, spec: JobSpec):
         super().__init__()
@@ -77,52 +77,45 @@ class PlainExperts(nn.Module):
         self.experts = nn.ModuleList(PlainSwiGLU(h, self.moe.ffn_hidden_size, False) for _ in range(self.moe.experts))
         self.shared = PlainSwiGLU(h, self.moe.shared_size, False) if self.moe.shared else None
         self.shared_gate = nn.Linear(h, 1, bias=False) if self.moe.shared and self.moe.shared_gate else None
-        self.bias = torch.zeros(self.moe.experts)
+        self.bias = [0.0] * self.moe.experts
         self.margin = math.inf
-        """Least distance of a token's last chosen score to the next one, and of groups."""
-        self.losses: list[torch.Tensor] = []
+        """Least distance of the last batch's scores of a token's last expert, or group, to the next one's."""
+        self.losses = torch.zeros(0)
         """Of each sequence: weighted balance loss, and z-loss of the router."""
-        self.counts = [0] * self.moe.experts
+        self.counts: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[b, s, h] -> the same."""
-        self.losses, self.counts = [], [0] * self.moe.experts
-        return torch.stack([self.sequence(each) for each in x])
-
-    def sequence(self, x: torch.Tensor) -> torch.Tensor:
-        """[s, h] -> the same."""
-        moe, outputs, chosen = self.moe, [], [0] * self.moe.experts
-        shares, z = torch.zeros(moe.experts, dtype=x.dtype), torch.zeros((), dtype=x.dtype)
-        for token in x:
-            logits = self.router(token)
-            scores = logits.softmax(0) if moe.score == "softmax" else logits.sigmoid()
-            experts = self.choice((scores.detach() + self.bias).tolist())
-            total = sum(scores[expert] for expert in experts) if moe.normalise else 1.0
-            y = sum(moe.scale * scores[expert] / total * self.experts[expert](token) for expert in experts)
-            if self.shared is not None:
-                factor = 1.0 if self.shared_gate is None else self.shared_gate(token).sigmoid()
-                y = y + factor * self.shared(token)
-            outputs.append(y)
-            shares = shares + scores / scores.sum() / len(x)
-            z = z + logits.exp().sum().log().square() / len(x)
-            for expert in experts:
-                chosen[expert] += 1
-        self.counts = [a + b for a, b in zip(self.counts, chosen, strict=True)]
-        often = torch.tensor(chosen) * moe.experts / (moe.per_token * len(x))
+        moe, logits, self.margin = self.moe, self.router(x), math.inf
+        scores = logits.softmax(-1) if moe.score == "softmax" else logits.sigmoid()
+        chosen = torch.tensor([[self.choice(token) for token in sequence] for sequence in scores.tolist()])
+        weights = scores * chosen
+        if moe.normalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        results = torch.stack([expert(x) for expert in self.experts], -1)
+        y = moe.scale * (results * weights.unsqueeze(2)).sum(-1)
+        if self.shared is not None:
+            factor = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+            y = y + factor * self.shared(x)
+        self.counts = chosen.sum((0, 1)).tolist()
+        often = chosen.sum(1) * moe.experts / (moe.per_token * x.shape[1])
+        balance = (often * (scores / scores.sum(-1, keepdim=True)).mean(1)).sum(-1)
         weight = moe.balance.weight if moe.balance.loss == "sequence" else 0.0
-        self.losses.append(weight * (often * shares).sum() + moe.router_z_loss * z)
-        return torch.stack(outputs)
+        self.losses = weight * balance + moe.router_z_loss * logits.exp().sum(-1).log().square().mean(1)
+        return y
 
-    def choice(self, scores: list[float]) -> list[int]:
-        """The best experts of a token, of equal ones the first."""
+    def choice(self, scores: list[float]) -> list[bool]:
+        """Which experts a token chooses."""
         moe, size = self.moe, self.moe.experts // self.moe.groups
-        groups = [scores[first : first + size] for first in range(0, moe.experts, size)]
-        best = self.best([sum(sorted(group)[-2:]) for group in groups], moe.groups_per_token)
-        allowed = [score if number // size in best else -math.inf for number, score in enumerate(scores)]
-        return sorted(self.best(allowed, moe.per_token))
+        biased = [score + bias for score, bias in zip(scores, self.bias, strict=True)]
+        groups = [sum(sorted(biased[first : first + size])[-2:]) for first in range(0, moe.experts, size)]
+        best = self.best(groups, moe.groups_per_token)
+        within = [score if number // size in best else -math.inf for number, score in enumerate(biased)]
+        chosen = self.best(within, moe.per_token)
+        return [number in chosen for number in range(moe.experts)]
 
     def best(self, scores: list[float], count: int) -> list[int]:
-        """The numbers of the highest ones."""
+        """The numbers of the highest ones, of equal ones the first."""
         order = sorted(range(len(scores)), key=lambda number: -scores[number])
         if count < len(scores):
             self.margin = min(self.margin, scores[order[count - 1]] - scores[order[count]])

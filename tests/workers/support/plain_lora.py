@@ -30,7 +30,7 @@ def adapted_model(spec: JobSpec) -> PlainGPT:
 def _adapt(spec: JobSpec, index: int, layer: nn.Module) -> None:
     lora, attention, mlp = spec.train.lora, layer.attention, layer.mlp
     size, fused = attention.size, attention.kv_heads == attention.heads
-    for target in lora.targets or INPUTS:
+    for target in lora.targets or (INPUTS if spec.model.moe is None else "qkvo"):
         if target in "qkv":
             owner, name = attention, target
             together = "qkv" if fused else "q" if target == "q" else "kv"

@@ -58,6 +58,8 @@ class Steps:
     parameters: list[Placed]
     """All parameters of this rank after the last step."""
     z_losses: list[float | None] = field(default_factory=list)
+    balance_losses: list[float | None] = field(default_factory=list)
+    expert_tokens: list[tuple[tuple[int, ...], ...] | None] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "gradients": _arrays(self.gradients), "parameters": _arrays(self.parameters)}
@@ -183,13 +185,15 @@ def leave_gradients_behind(engine: Engine) -> None:
 def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.Tensor], dtype: torch.dtype) -> Steps:
     engine, everything = _loaded(comm, spec, weights, dtype)
     flat, optimizer = engine.flat, engine.optimizer
-    losses, z_losses, norms = [], [], []
+    losses, z_losses, norms, balance_losses, expert_tokens = [], [], [], [], []
     for number, windows in enumerate(batches, start=1):
         batch = own_micro_batches(spec, comm, windows, number)
         statistics = engine.step(batch, len(windows), learning_rate(spec.train.optimizer, number, spec.train.steps), 0)
         losses.append(statistics.loss)
         z_losses.append(statistics.z_loss)
         norms.append(statistics.grad_norm)
+        balance_losses.append(statistics.balance_loss)
+        expert_tokens.append(statistics.expert_tokens)
     part = rectangles_of(flat, optimizer.held, optimizer.held, owned_only=False, tensor_index=comm.index("tensor"))
     means = optimizer.moments["exp_avg"]
     return Steps(
@@ -198,6 +202,8 @@ def _run_steps(comm: Comm, spec: JobSpec, weights: Weights, batches: list[torch.
         [(rectangle.name, rectangle.offsets, rectangle.view(means).clone()) for rectangle in part],
         [(rectangle.name, rectangle.offsets, rectangle.view(flat.parameters).clone()) for rectangle in everything],
         z_losses,
+        balance_losses,
+        expert_tokens,
     )
 
 

@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from manta.workers.comm.comm import Comm
 from manta.workers.config import ModelConfig, MoeConfig
-from manta.workers.data.batches import NO_TARGET, MicroBatch
 
 
 class TokenOrder(NamedTuple):
@@ -48,28 +46,6 @@ def has_losses(model: ModelConfig) -> bool:
 def counts_sequences(moe: MoeConfig) -> bool:
     """Whether there is a balance loss, for which each sequence's choices are counted."""
     return moe.balance.loss == "sequence" and moe.balance.weight > 0
-
-
-class TargetsPerSequence:
-    """The number of targets of the global batch over that of its sequences: in backward a loss is a sum over targets,
-    by whose number the optimizer divides, and what is a mean over sequences has this factor for each."""
-
-    def __init__(self, comm: Comm, batch: list[MicroBatch], sequences: int, counts: bool):
-        """Begin to add up the ranks' targets; all ranks do. `counts`: whether this rank counts those of `batch`."""
-        own = torch.zeros(1, dtype=torch.int64, device=comm.device)
-        for micro_batch in batch if counts else ():
-            assert micro_batch.targets_sb is not None
-            own += (micro_batch.targets_sb != NO_TARGET).sum()
-        self._targets, self._sequences = own, sequences
-        self._adding = comm.start_all_reduce("world", own)
-        self._added = False
-
-    def value(self) -> torch.Tensor:
-        """fp64 scalar. Raises PeerLost."""
-        if not self._added:
-            self._adding.wait()
-            self._added = True
-        return self._targets[0].clamp(min=1).double() / self._sequences
 
 
 class RouterLosses:

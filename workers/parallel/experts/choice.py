@@ -4,7 +4,6 @@ round differently, and send a token to another expert than the one whose result 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +34,12 @@ class StepRouting:
         comm: Comm,
         micro_batches: int,
         sequences: int,
-        balance_scale: Callable[[], torch.Tensor] | None,
+        loss_scale: torch.Tensor | None,
     ):
-        """`sequences`: of the global batch; `balance_scale`: the factor in backward of a loss that is a mean over
-        sequences, for each sequence, scalar; None if there is no such loss. Calling it may wait for other ranks."""
+        """`sequences`: of the global batch; `loss_scale`: the factor in backward of a loss that is a mean over
+        sequences, for each sequence, scalar; None if routers have no losses."""
         assert model.moe is not None
-        self.sequences, self.balance_scale = sequences, balance_scale
+        self.sequences, self.loss_scale = sequences, loss_scale
         self.rows = {layer: row for row, layer in enumerate(model.expert_layers)}
         self.counts_first = comm.index("tensor") == 0
         """Whether this rank counts: the tensor ranks have the same tokens."""
@@ -50,7 +49,7 @@ class StepRouting:
         self.losses_m: torch.Tensor | None = None
         """Each micro-batch's part of the routers' own losses, as far as this rank adds it, fp64; None if there are
         none."""
-        if balance_scale is not None:
+        if loss_scale is not None:
             self.losses_m = torch.zeros(micro_batches, dtype=torch.float64, device=comm.device)
 
 

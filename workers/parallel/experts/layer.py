@@ -166,7 +166,7 @@ class ExpertMLP(nn.Module):
             return Choice(experts_nk, None, plan)
         routing.count(self.layer, counts_be.sum(0))
         of_sequences: torch.Tensor | None = None
-        if routing.step.balance_scale is not None:
+        if routing.step.loss_scale is not None:
             if counts_sequences(self.moe):
                 self.region.comm.all_reduce("context", counts_be)
                 of_sequences = counts_be
@@ -176,9 +176,8 @@ class ExpertMLP(nn.Module):
 
     def loss_scale(self, routing: MicroBatchRouting | None) -> torch.Tensor | None:
         """The factor in backward on the router's own losses; None if there are none, or another rank adds them."""
-        if routing is None or routing.step.balance_scale is None or self.region.comm.index("tensor") > 0:
-            return None
-        return routing.step.balance_scale()
+        is_first = self.region.comm.index("tensor") == 0
+        return routing.step.loss_scale if routing is not None and is_first else None
 
     def logits_gradient(
         self, factor_grads_nk: torch.Tensor, router: _RouterOutputs, choice: Choice, scale: torch.Tensor | None
