@@ -55,7 +55,7 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
         yield from _latent_widths_fit(model.latent_attention, heads // tensor)
     else:
         yield from _head_widths_fit(model, tensor)
-    if model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
+    if dense_widths(model) and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
         problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
         nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
         yield Problem("model.ffn_hidden_size", problem, nearest)
