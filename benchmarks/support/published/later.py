@@ -147,16 +147,16 @@ TABLES = {
         DEEPSPEED_2022_FP16,
     ),
     "megatron_moe": Table(
-        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates), megatron/core/transformer/moe/README.md of "
-        "MCore 0.8 and 0.9; yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md, without FSDP; "
+        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates), megatron/core/transformer/moe/README.md "
+        "of MCore 0.8 and 0.9; yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md, without FSDP; "
         f"{_WHOLE_EXPERTS}",
         "model TFLOP/s",
         MEGATRON_MOE,
         overlaps_forward=True,
     ),
     "nemo_moe": Table(
-        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02, and "
-        "25.09 of DeepSeek V3): rows of H100 and B200 whose layers are known here and that drop no tokens; "
+        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02, "
+        "and 25.09 of DeepSeek V3): rows of H100 and B200 whose layers are known here and that drop no tokens; "
         "NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025, whose FSDP is taken for ZeRO 1; "
         f"{_WHOLE_EXPERTS}",
         "tokens/s",
@@ -164,8 +164,8 @@ TABLES = {
         overlaps_forward=True,
     ),
     "deepseek_v3": Table(
-        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken for "
-        "zb-v, and the batch as that of most of its training",
+        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken "
+        "for zb-v, and the batch as that of most of its training",
         "tokens/s",
         MEGATRON_MOE,
     ),
