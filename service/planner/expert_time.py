@@ -122,8 +122,8 @@ class ExpertTime:
         budget.operations += ROUTING + self._one_by_one(OF_EXPERT[1])
 
     def weights(self, budget: Budget) -> tuple[int, int]:
-        """Products for the gradients of trained experts, whose inputs may come again. Returns the number of kernels, and
-        elements of these gradients."""
+        """Products for the gradients of trained experts, whose inputs may come again. Returns the number of kernels,
+        and elements of these gradients."""
         h, f, each = self.experts.x.columns, self.experts.inner, -(-self.rows // len(self.experts.weights))
         names = [[f"{weight.name}.weight" not in self.frozen for weight in one] for one in self.experts.weights]
         trained = sum(map(sum, names))

@@ -56,6 +56,9 @@ MEGATRON_2021_OVERLAPPING = replace(MEGATRON_2021, overlaps_gradients=True)
 """With torch's DistributedDataParallel, as one of its scripts asks for without a pipeline."""
 
 
+_WHOLE_EXPERTS = "experts that are not split over tensor ranks are taken for split ones on fewer expert ranks"
+
+
 @dataclass(frozen=True)
 class Table:
     """Where a table is from, and how it was made."""
@@ -143,36 +146,31 @@ TABLES = {
         "hardware TFLOP/s",
         DEEPSPEED_2022_FP16,
     ),
-}
-"""By the name of the file. Rates are of one GPU."""
-
-
-_MOE_SOURCES = "experts that are not split over tensor ranks (expert tensor parallelism of 1) are taken for split ones"
-_NEW_TABLES = {
     "megatron_moe": Table(
-        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates) and megatron/core/transformer/moe/README.md "
+        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates), megatron/core/transformer/moe/README.md "
         "of MCore 0.8 and 0.9; yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md, without FSDP; "
-        f"{_MOE_SOURCES}",
+        f"{_WHOLE_EXPERTS}",
         "model TFLOP/s",
         MEGATRON_MOE,
         overlaps_forward=True,
     ),
     "nemo_moe": Table(
-        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02): "
-        "rows of H100 and B200 whose layers are known here and that drop no tokens; NVIDIA-NeMo/Automodel, "
-        f"docs/performance-summary.md of October 2025; {_MOE_SOURCES}; FSDP of what is not in experts is taken for ZeRO 1",
+        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02, "
+        "and 25.09 of DeepSeek V3): rows of H100 and B200 whose layers are known here and that drop no tokens; "
+        "NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025, whose FSDP is taken for ZeRO 1; "
+        f"{_WHOLE_EXPERTS}",
         "tokens/s",
         MEGATRON_MOE,
         overlaps_forward=True,
     ),
     "deepseek_v3": Table(
-        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken for "
-        "zb-v, and its batch of one micro-batch size for all of training",
+        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken "
+        "for zb-v, and the batch as that of most of its training",
         "tokens/s",
         MEGATRON_MOE,
     ),
 }
-TABLES |= _NEW_TABLES
+"""By the name of the file. Rates are of one GPU."""
 
 
 def _gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200, **more: Any) -> dict[str, Any]:
