@@ -110,10 +110,9 @@ def _adapters_fit(spec: JobSpec) -> Iterator[Problem]:
     known, targets = lora_targets(model), lora.targets or lora_targets(model)
     once = tuple(dict.fromkeys(targets))
     if lacking := [target for target in once if target not in known]:
-        has = f"{model.family} has no {' and no '.join(lacking)}"
-        if model.moe is not None:
-            has = f"with model.moe only attention can have adapters, not {' and '.join(lacking)}"
-        problem = f"{has}; its targets are {', '.join(known)}"
+        what = "with model.moe only attention is adapted" if model.moe else ""
+        what = what or f"{model.family} has no {' and no '.join(lacking)}"
+        problem = f"{what}; its targets are {', '.join(known)}"
         fitting = [target for target in once if target in known]
         yield Problem("train.lora.targets", problem, f"[{', '.join(fitting or known)}]")
         return

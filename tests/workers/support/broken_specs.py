@@ -68,7 +68,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
      experts(parallel={"expert": 2, "data": 2}, train={"deterministic": "elastic"}), "train.deterministic",
      "not supported yet with parallel.expert 2", "layout"),
     ("adapters of experts", experts(train={"lora": {"targets": ["q", "gate"]}}), "train.lora.targets",
-     "with model.moe only attention can have adapters, not gate; its targets are q, k, v, o", "[q]"),
+     "with model.moe only attention is adapted; its targets are q, k, v, o", "[q]"),
     ("graphs and experts", experts(train={"cuda_graphs": True}), "train.cuda_graphs",
      "not supported with model.moe: how many tokens an expert gets differs between micro-batches", "false"),
     ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
