@@ -28,6 +28,7 @@ from manta.service.store.plans import StoredPlan
 from manta.service.store.types import Reader
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec, ParallelConfig
+from manta.workers.liveness.expert_load import expert_load
 from manta.workers.liveness.rank_samples import unpacked
 
 Shown = TypeVar("Shown", bound=schemas.Answer)
@@ -97,12 +98,16 @@ def _job_view(job: LikeJob, book: Ledger | None, means: Mapping[str, float], que
 def _layout_in_use(job: LikeJob) -> dict[str, Any]:
     """The layout that the job runs with; the stored document if another version wrote a layout that is invalid in this
     one."""
-    document = job.spec["parallel"]
+    layout = known_layout(job)
+    return job.spec["parallel"] if layout is None else layout_of(layout)
+
+
+def known_layout(job: LikeJob) -> ParallelConfig | None:
+    """The layout that the job runs with; None if another version wrote a layout that is invalid in this one."""
     try:
-        layout = ParallelConfig.model_validate(document)
+        return layout_in_use(ParallelConfig.model_validate(job.spec["parallel"]), job)
     except ValidationError:
-        return document
-    return layout_of(layout_in_use(layout, job))
+        return None
 
 
 def ranks_of(job: LikeJob) -> int | None:
@@ -147,7 +152,8 @@ def dry_run_view(
 
 
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
-    return answer(schemas.RankPlace, RankGrid(layout).coordinates(rank), rank=rank)
+    at = RankGrid(layout).coordinates(rank)
+    return answer(schemas.RankPlace, at, rank=rank, expert=layout.expert_index(at.data, at.context))
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
@@ -239,10 +245,28 @@ def job_event_view(event: tables.Event) -> schemas.JobEvent:
     return answer(schemas.JobEvent, event, id=str(event.id), job=event.job_id)
 
 
-def rank_views(rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None) -> list[schemas.Rank]:
-    """Ranks, with the `numbers` of those of the same generation."""
+def rank_views(
+    rows: Sequence[tables.Rank], numbers: tables.RankNumbers | None, layout: ParallelConfig | None = None
+) -> list[schemas.Rank]:
+    """Ranks, with the `numbers` of those of the same generation. `layout`: the one that the job runs with."""
     known = [] if numbers is None else _numbers_by_rank(numbers)
-    return [answer(schemas.Rank, row, **(known[row.rank] if row.rank < len(known) else {})) for row in rows]
+    experts = [None if layout is None else layout.expert_index(row.data, row.context) for row in rows]
+    return [
+        answer(schemas.Rank, row, expert=expert, **(known[row.rank] if row.rank < len(known) else {}))
+        for row, expert in zip(rows, experts, strict=True)
+    ]
+
+
+def expert_tokens_view(spec: JobSpec, counted: tuple[int, Sequence[float]] | None) -> schemas.ExpertTokens:
+    """The step and the tokens that chose each expert in it, layer by layer."""
+    moe = spec.model.moe
+    if counted is None or moe is None:
+        return schemas.ExpertTokens(step=None, layers=[], tokens=[], load=[])
+    step, flat = counted
+    starts = range(0, len(flat), moe.experts)
+    tokens = [[round(count) for count in flat[start : start + moe.experts]] for start in starts]
+    load = [expert_load([counts]) for counts in tokens]
+    return schemas.ExpertTokens(step=step, layers=[*spec.model.expert_layers], tokens=tokens, load=load)
 
 
 def _numbers_by_rank(numbers: tables.RankNumbers) -> list[dict[str, Any]]:

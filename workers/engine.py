@@ -71,6 +71,7 @@ class Engine:
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
             zero=layout.sharding,
             holder=comm.index(comm.grid.holders),
+            expert=layout.expert_size,
         )
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)
@@ -279,7 +280,7 @@ class Engine:
         loss_scale = StatePart("loss_scale", (self.loss_scale.state,), self.loss_scale.dynamic, ranks)
         small, biases_le = [loss_scale], self.model.router_biases
         if biases_le is not None:
-            small.append(StatePart("router_bias", (biases_le.view(-1),), True, ranks))
+            small.insert(0, StatePart("router_bias", (biases_le.view(-1),), True, ranks))
         return [*self.optimizer.parts(), *small, *self.optimizer.frozen_parts()]
 
     def state(self) -> list[torch.Tensor]:

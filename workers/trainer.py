@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from manta.workers.data.order import SkippedSamples
 from manta.workers.data.prepare import Corpus
 from manta.workers.engine import Engine
 from manta.workers.errors import DataError, PeerLost, ReplicaDiffers, RestRequested
-from manta.workers.liveness.rank_samples import RankSampler, Straggler, Stragglers
+from manta.workers.liveness.expert_load import ExpertLoads
+from manta.workers.liveness.rank_samples import RankSampler, Straggler, Stragglers, packed
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.replica_check import ReplicaCheck
 from manta.workers.protocol.messages import Resume
@@ -64,6 +66,7 @@ class Trainer:
         stages = [comm.grid.coordinates(rank).pipeline for rank in range(comm.size("world"))]
         self._sampler = RankSampler() if comm.rank == 0 else None
         self._stragglers = Stragglers(stages) if comm.rank == 0 and spec.recovery.stragglers != "ignore" else None
+        self._loads = ExpertLoads(spec) if comm.rank == 0 and spec.model.moe is not None else None
 
     @property
     def step(self) -> int:
@@ -204,15 +207,21 @@ class Trainer:
         return True
 
     def _report_ranks(self, step: int, statistics: StepStatistics) -> None:
-        """On rank 0: report stragglers, and every few seconds the state of all ranks."""
+        """On rank 0: report stragglers and unbalanced experts, and every few seconds the state of all ranks."""
         if self._sampler is None:
             return
-        for straggler in self._stragglers.add(statistics.own_seconds) if self._stragglers is not None else ():
+        tokens, loads = statistics.expert_tokens, None
+        if self._loads is not None and tokens is not None:
+            loads = self._loads.by_rank(tokens)
+            if (most := self._loads.unbalanced(tokens)) is not None:
+                self.reporter.event("experts_unbalanced", step, most.sentence, most.to_json())
+        for straggler in self._stragglers.add(statistics.own_seconds, loads) if self._stragglers is not None else ():
             self.reporter.event("straggler", step, straggler.sentence, straggler.to_json())
         own, memory = statistics.own_seconds, statistics.memory_by_rank
         sample = self._sampler.add(step, statistics.agreed_seconds, own, memory, self._named_stragglers)
         if sample is not None:
-            self.reporter.ranks(sample)
+            counts = None if tokens is None else packed(count for layer in tokens for count in layer)
+            self.reporter.ranks(replace(sample, expert_tokens=counts))
 
     def _report_without_effect(self, step: int) -> None:
         """Report, once, that `train.cuda_graphs` has no effect because recording a micro-batch failed, or that

@@ -54,9 +54,10 @@ def format_value(value: Any) -> str:
 
 
 def layout_name(parallel: dict[str, Any]) -> str:
-    """A layout in short: tensor x pipeline x data; the context size unless it is 1, and ZeRO 2 or 3."""
+    """A layout in short: tensor x pipeline x data; the context and expert sizes unless they are 1, and ZeRO 2 or
+    3."""
     parts = [f"{parallel.get('tensor')}x{parallel.get('pipeline')}x{parallel.get('data')}"]
-    parts += [f"{key} {parallel[key]}" for key in ("context", "zero") if parallel.get(key, 1) > 1]
+    parts += [f"{key} {parallel[key]}" for key in ("context", "expert", "zero") if (parallel.get(key) or 1) > 1]
     return ", ".join(parts)
 
 
@@ -118,6 +119,7 @@ def job_page(console: Console, job: schemas.Job, plan: schemas.JobPlan | None = 
         "layout": layout_of(job),
         "validation loss": figure(latest.get("validation_loss"), 4),
         **{f"validation loss of {name}": figure(latest.get(metric), 4) for name, metric in measured.items()},
+        "expert load": figure(latest.get(metric_names.EXPERT_LOAD), 2),
         "MFU": percent(mean.get("mfu_full")),
         "MFU, causal attention": percent(mean.get("mfu_causal")),
         "memory of the largest rank": size(latest.get("memory_bytes")),
@@ -287,9 +289,14 @@ def metric_line(step: int | str, cells: Sequence[str]) -> str:
 
 
 def _axes_of(ranks: Sequence[schemas.RankPlace]) -> tuple[str, ...]:
-    """Axes that a table of ranks has columns of: that of context only if a layout has several context ranks."""
-    axes = ("tensor", "pipeline", "data", "context")
-    return axes if any(rank.context for rank in ranks) else axes[:-1]
+    """Axes that a table of ranks has columns of: those of context and experts only if a layout has several ranks along
+    them."""
+    return (
+        "tensor",
+        "pipeline",
+        "data",
+        *(axis for axis in ("context", "expert") if any(getattr(rank, axis) for rank in ranks)),
+    )
 
 
 def _place_of(rank: schemas.RankPlace, axes: Sequence[str]) -> tuple[Any, ...]:

@@ -230,6 +230,11 @@ def rank_history(job_id: str, after_step: int = 0, max_points: int = 300) -> Cal
     return Call(schemas.RankHistory, "GET", _job(job_id, "/ranks/history"), parameters)
 
 
+def expert_tokens(job_id: str) -> Call[schemas.ExpertTokens]:
+    """How tokens are spread over a job's experts."""
+    return Call(schemas.ExpertTokens, "GET", _job(job_id, "/experts"))
+
+
 def waits(job_id: str) -> Call[schemas.Waits]:
     """Which ranks of a job wait for which others."""
     return Call(schemas.Waits, "GET", _job(job_id, "/waits"))

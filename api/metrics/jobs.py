@@ -14,6 +14,7 @@ from manta.api.metrics import Family, Samples, counter, gauge, if_known
 from manta.service.states import FINAL, SUPERVISED
 from manta.service.store import Store, job_numbers
 from manta.service.store.job_numbers import RECENT_TYPES, FleetNumbers, JobNumbers
+from manta.workers.training.metric_names import BALANCE_LOSS, EXPERT_LOAD
 
 Read = Callable[[JobNumbers, float], Samples]
 """The samples of one job, its id aside, at a Unix time."""
@@ -105,6 +106,18 @@ _OF_JOB: tuple[tuple[Family, Read], ...] = (
         _latest("grad_norm"),
     ),
     (gauge("manta_job_memory_bytes", "Highest memory use of a rank", "job"), _latest("memory_bytes")),
+    (
+        gauge(
+            "manta_job_expert_load_ratio",
+            "Tokens of the busiest expert over the mean of its layer, in the layer where that is highest",
+            "job",
+        ),
+        _latest(EXPERT_LOAD),
+    ),
+    (
+        gauge("manta_job_balance_loss", "Balance loss of the last committed step, summed over layers", "job"),
+        _latest(BALANCE_LOSS),
+    ),
     (
         gauge("manta_job_goodput_ratio", "Compute / (wall - queue - pause), 0 to 1", "job"),
         if_known(lambda job, now: job.ledger.goodput),

@@ -14,7 +14,7 @@ from manta.api.threads import read_threads_of
 from manta.service.cluster.errors import ClusterUnavailable
 from manta.service.control.running_ranks import NoRanks, ObservedWaits, RankNotFound, RankTimeout
 from manta.service.store import jobs, ranks
-from manta.service.stored_specs import SpecNotUnderstood
+from manta.service.stored_specs import SpecNotUnderstood, stored_spec
 
 router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["ranks"])
 
@@ -25,10 +25,10 @@ RankPath = Annotated[int, Path(ge=0, le=10**8, description="Global rank")]
 def list_ranks(control: Control, job_id: JobId) -> schemas.Items[schemas.Rank]:
     """All ranks of the job's current gang, sorted by number, with samples of their last few seconds."""
     with control.store.read() as session:
-        jobs.get(session, job_id)
+        layout = views.known_layout(jobs.get(session, job_id))
         rows = ranks.of_job(session, job_id)
         numbers = ranks.newest_numbers(session, job_id)
-    return schemas.Items(items=views.rank_views(rows, numbers))
+    return schemas.Items(items=views.rank_views(rows, numbers, layout))
 
 
 @router.get("/ranks/history", responses=reads(*OF_A_JOB))
@@ -46,6 +46,15 @@ def get_rank_history(
         jobs.get(session, job_id)
         history = ranks.history(session, job_id, after_step, max_points)
     return views.answer(schemas.RankHistory, history)
+
+
+@router.get("/experts", responses=reads(*OF_A_JOB, SpecNotUnderstood))
+def get_expert_tokens(control: Control, job_id: JobId) -> schemas.ExpertTokens:
+    """How many tokens chose each expert in the last step of the newest sample; empty for a job without experts."""
+    with control.store.read() as session:
+        spec = stored_spec(jobs.get(session, job_id)).spec
+        counted = ranks.expert_tokens(session, job_id)
+    return views.expert_tokens_view(spec, counted)
 
 
 @router.get(

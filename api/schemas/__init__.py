@@ -28,6 +28,7 @@ from manta.api.schemas.history import (
 from manta.api.schemas.jobs import (
     DeletedJob,
     DryRun,
+    ExpertTokens,
     Fault,
     Job,
     JobCounts,

@@ -23,6 +23,8 @@ class RankPlace(Answer):
     """Index of its replica."""
     context: int
     """Index in its context group."""
+    expert: int | None = None
+    """Index in its expert group: which of the equal parts of the experts it has; null if it has all."""
 
 
 class Straggler(Answer):
@@ -110,6 +112,19 @@ class RankHistory(Answer):
     """Time of each sample."""
     own_seconds: list[list[float]]
     """For each sample and rank: time per step that the rank did not wait for others."""
+
+
+class ExpertTokens(Answer):
+    """How evenly tokens are spread over a job's experts."""
+
+    step: int | None
+    """Step whose tokens are counted, the last of the newest sample; null before the first one."""
+    layers: list[int]
+    """The model's layers that have experts, ascending."""
+    tokens: list[list[int]]
+    """For each of these layers and each of its experts the tokens that chose it, to seven digits."""
+    load: list[float]
+    """For each of these layers the tokens of its busiest expert over the mean of its experts."""
 
 
 class Fault(Answer):

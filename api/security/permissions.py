@@ -57,6 +57,7 @@ NEEDS: dict[str, RequiredPermission] = {
     "list_logs": _READ,
     "list_ranks": _READ,
     "get_rank_history": _READ,
+    "get_expert_tokens": _READ,
     "get_waits": _READ,
     "get_rank_stack": _READ,
     "get_job_spec": _READ,

@@ -15,6 +15,7 @@ from manta.service.errors import ErrorKind, ServiceError
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import divisors
+from manta.workers.spec.expert_rules import replica_unit
 from manta.workers.spec.rules import find_problems
 
 
@@ -24,10 +25,11 @@ class SizeOutOfBounds(ServiceError):
     kind = ErrorKind("size_out_of_bounds", 422, "the job cannot have this size")
 
     def __init__(self, job_id: str, replicas: int, sizes: range):
-        bounds = f"{sizes.start}..{sizes.stop - 1}"
+        bounds = f"{sizes[0]}..{sizes[-1]}"
+        in_steps = f" in steps of {sizes.step}, whole groups of parallel.expert" if sizes.step > 1 else ""
         super().__init__(
             f"{job_id} cannot run with {replicas} replicas: its elastic.min_data..max_data is {bounds}"
-            + (", so its size is fixed; submit it with wider bounds" if len(sizes) == 1 else "")
+            + (", so its size is fixed; submit it with wider bounds" if len(sizes) == 1 else in_steps)
         )
 
 
@@ -37,43 +39,47 @@ class Sized(Protocol):
     tensor: Any
     pipeline: Any
     context: Any
+    expert: Any
     replicas: Any
 
 
-def sizes_of(spec: JobSpec) -> range:
-    """The numbers of replicas that `elastic` permits."""
-    data = spec.layout.data
-    return range(spec.elastic.min_data or data, (spec.elastic.max_data or data) + 1)
+def sizes_of(spec: JobSpec, shape: ParallelConfig | None = None) -> range:
+    """The numbers of replicas that `elastic` permits, in which the expert groups of `shape`, or else of the spec's
+    layout, are whole."""
+    data, unit = spec.layout.data, replica_unit(shape or spec.layout)
+    least = -(-(spec.elastic.min_data or data) // unit) * unit
+    return range(least, (spec.elastic.max_data or data) + 1, unit)
 
 
 def max_ranks(spec: JobSpec) -> int:
     """The most ranks that the job may ever have: all replicas that `elastic` permits, since other shapes are
     smaller."""
-    return resized(spec, sizes_of(spec).stop - 1).layout.world_size
+    return resized(spec, sizes_of(spec)[-1]).layout.world_size
 
 
 def shapes_of(spec: JobSpec) -> list[JobSpec]:
     """`spec`, and if `elastic.reshape` permits it, a variant with each smaller tensor x pipeline x context that divides
-    its own and is compatible with the rest of the spec: those with more ranks first, and for the same number those with
-    the larger tensor size, then the larger number of stages."""
+    its own, and experts spread over as many ranks or a divisor of that, which is compatible with the rest of the spec:
+    those with more ranks first, and for the same number those with the larger tensor size, then the larger number of
+    stages, then of ranks that experts are spread over."""
     own = spec.layout
     if not spec.elastic.reshape:
         return [spec]
     shapes = product(*(divisors(size) for size in sizes_of_shape(own)))
-    largest_first = sorted(shapes, key=lambda shape: (-math.prod(shape), -shape[0], -shape[1]))
+    largest_first = sorted(shapes, key=lambda shape: (-math.prod(shape[:3]), -shape[0], -shape[1], -shape[3]))
     layouts = [_reshaped(own, *shape) for shape in largest_first[1:]]
     smaller = [spec.model_copy(update={"parallel": layout}) for layout in layouts]
     return [spec, *(shape for shape in smaller if not find_problems(shape))]
 
 
-def sizes_of_shape(layout: ParallelConfig) -> tuple[int, int, int]:
-    """The sizes that `elastic.reshape` may change: tensor, pipeline, context."""
-    return layout.tensor, layout.pipeline, layout.context
+def sizes_of_shape(layout: ParallelConfig) -> tuple[int, int, int, int]:
+    """The sizes that `elastic.reshape` may change: tensor, pipeline, context, expert."""
+    return layout.tensor, layout.pipeline, layout.context, layout.expert_size
 
 
-def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int, context: int) -> ParallelConfig:
-    """`layout` with other tensor-, pipeline- and context-parallel sizes. The types of node of its stages do not apply
-    to another number of stages."""
+def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int, context: int, expert: int) -> ParallelConfig:
+    """`layout` with other tensor-, pipeline-, context- and expert-parallel sizes. The types of node of its stages do
+    not apply to another number of stages."""
     changed: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline, "context": context}
     if pipeline != layout.pipeline:
         changed |= {"stage_layers": None, "stage_accelerators": None}
@@ -83,6 +89,8 @@ def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int, context: int) 
         changed |= {"sequence_parallel": None}
     if context == 1 < layout.context:  # no other rank has keys and values
         changed |= {"context_method": None, "context_order": None}
+    if expert != layout.expert_size:
+        changed |= {"expert": expert} if expert > 1 else {"expert": None, "expert_dispatch": None}
     return layout.model_copy(update=changed)
 
 
@@ -100,14 +108,15 @@ def in_use(spec: JobSpec, job: Sized) -> JobSpec:
 
 def layout_in_use(submitted: ParallelConfig, job: Sized) -> ParallelConfig:
     """The layout that the job runs in, which was `submitted` with another."""
-    sizes = zip((job.tensor, job.pipeline, job.context), sizes_of_shape(submitted), strict=True)
+    sizes = zip((job.tensor, job.pipeline, job.context, job.expert), sizes_of_shape(submitted), strict=True)
     shape = _reshaped(submitted, *(used or own for used, own in sizes))
     return shape.model_copy(update={"data": job.replicas or submitted.data})
 
 
 def smallest(spec: JobSpec) -> JobSpec:
     """`spec` in the smallest layout that it permits."""
-    return resized(shapes_of(spec)[-1], sizes_of(spec).start)
+    shape = shapes_of(spec)[-1]
+    return resized(shape, sizes_of(spec, shape.layout).start)
 
 
 def room_for(layout: ParallelConfig, capacity: Capacity) -> int:
@@ -123,14 +132,25 @@ def largest_fitting_size(sizes: range, wanted: int, held: int, room: int) -> int
     """The number of replicas to run with: as close to `wanted` as `held` ones and `room` for more permit. None if not
     even the smallest size fits."""
     possible = min(wanted, held + room)
-    return possible if possible in sizes else None
+    whole = possible - (possible - sizes.start) % sizes.step
+    return whole if whole in sizes else None
+
+
+def staying_replicas(sizes: range, layout: ParallelConfig, left: Sequence[int]) -> tuple[int, ...] | None:
+    """Of the replicas `left` of `layout` those that the job continues with, as many as `sizes` permits: first those of
+    expert groups that lost none, where all experts still are. None if there are too few."""
+    count, unit = largest_fitting_size(sizes, len(left), 0, len(left)), replica_unit(layout)
+    if count is None:
+        return None
+    living = Counter(replica // unit for replica in left)
+    return tuple(sorted(sorted(left, key=lambda replica: living[replica // unit] < unit)[:count]))
 
 
 def fitting(shapes: Sequence[JobSpec], wanted: int, capacity: Capacity) -> JobSpec | None:
     """The first of `shapes` of which a permitted number of replicas fits, with as many of the `wanted` ones as fit;
     None if none fits."""
-    sizes = sizes_of(shapes[0])
     for shape in shapes:
+        sizes = sizes_of(shapes[0], shape.layout)
         size = largest_fitting_size(sizes, wanted, 0, room_for(shape.layout, capacity))
         if size is not None:
             return resized(shape, size)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from manta.service.cluster.placement import avoidable
 from manta.service.cluster.placement_groups import NotPlaced
-from manta.service.cluster.sizes import fitting, room_for, shapes_of, sizes_of
+from manta.service.cluster.sizes import fitting, room_for, shapes_of, sizes_of, staying_replicas
 from manta.service.job.context import JobContext
 from manta.service.job.gang import AgentSet
 from manta.service.job.rank_backups import hand_over
@@ -63,6 +63,7 @@ class Relocate:
         layout = self.target.layout
         shape = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
         shape += f" x context {layout.context}" if layout.context > 1 else ""
+        shape += f", experts over {layout.expert_size} ranks" if layout.expert_size > 1 else ""
         return f"placed again as {shape}: {self.why}"
 
 
@@ -123,14 +124,18 @@ async def replace_lost(job: JobContext, lost: Sequence[int], generation: int, fa
     if avoid.isdisjoint(gang.nodes.get(rank) for rank in lost) and await gang.replace(generation, lost):
         return True
     replicas = gang.replicas_of(lost)
-    staying = [replica for replica in range(gang.layout.data) if replica not in replicas]
+    left = [replica for replica in range(gang.layout.data) if replica not in replicas]
     gang.departing.append(await gang.snapshot_holders_of(replicas))
     await gang.give_up(replicas, lost)
     has_room = room_for(gang.layout, await gang.capacity()) >= len(replicas)
     if has_room and await gang.place_replicas(generation, replicas, avoid):
         return True
-    if len(staying) not in sizes_of(job.submitted):
+    staying = staying_replicas(sizes_of(job.submitted, gang.layout), gang.layout, left)
+    if staying is None:
         return False
+    if more := [replica for replica in left if replica not in staying]:
+        gang.departing.append(await gang.snapshot_holders_of(more))
+        await gang.give_up(more)
     gang.shrink(staying)
     await job.record.event("shrunk", f"continues with {len(staying)} replicas: no slots are free for more")
     return True

@@ -68,7 +68,7 @@ def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang |
     members = {name: each for name, each in about.items() if each.generation == newest and each.rank is not None}
     if newest <= known or not members:
         return None
-    tensor, pipeline, data, *later = next(iter(members.values())).sizes
+    tensor, pipeline, data, context, expert = (*next(iter(members.values())).sizes, 1, 1)[:5]
     agents = {
         each.rank: {
             "actor": name,
@@ -79,7 +79,7 @@ def newer_gang(known: int, about: Mapping[str, AgentDescription]) -> NewerGang |
         for name, each in members.items()
         if each.rank is not None
     }
-    return NewerGang(newest, tensor, pipeline, data, later[0] if later else 1, agents)
+    return NewerGang(newest, tensor, pipeline, data, context, expert, agents)
 
 
 class JobOwner:

@@ -24,6 +24,7 @@ from manta.service.cluster.sizes import (
     sizes_of,
     sizes_of_shape,
     smallest,
+    staying_replicas,
     with_freed_units,
 )
 from manta.service.job.changes import Change, Grow, Move, Relocate, Shrink
@@ -54,7 +55,7 @@ class ElasticityPlanner:
 
     def __init__(self, job: JobContext):
         self._job, self._gang = job, job.gang
-        self._sizes, self._shapes = sizes_of(job.submitted), shapes_of(job.submitted)
+        self._shapes = shapes_of(job.submitted)
         self._reported_waiting = False
         self._reported_size: tuple[int, str] | None = None
         """How many replicas are wanted, and what was said about it last: each request comes over REST and from the
@@ -63,6 +64,11 @@ class ElasticityPlanner:
         """The state when it was last checked."""
         self._never_fitting: dict[str, object] = {}
         """Jobs in the queue that the cluster could never hold; by job and capacity."""
+
+    @property
+    def _sizes(self) -> range:
+        """The numbers of replicas that the job may have in the shape that it runs in."""
+        return sizes_of(self._job.submitted, self._gang.layout)
 
     def reconsider(self) -> None:
         """Something has changed: there may be more to do."""
@@ -106,13 +112,13 @@ class ElasticityPlanner:
         wanted, held = await self._job.wanted_replicas(), self._gang.layout.data
         if wanted < held:
             return True
-        could_grow = wanted > held and await self._room(self._gang.spec) > 0
+        could_grow = wanted > held and await self._room(self._gang.spec) >= self._sizes.step
         # The queue, which may be long, is checked last.
         return (could_grow or await self._larger_shape() is not None) and not await self._other_jobs_wait()
 
     async def _larger_shape(self) -> JobSpec | None:
-        """The submitted, larger tensor, pipeline and context sizes, if a job that runs with smaller ones could go back
-        to them."""
+        """The submitted, larger tensor, pipeline, context and expert sizes, if a job that runs with smaller ones could
+        go back to them."""
         layout = self._gang.layout
         sizes = [sizes_of_shape(shape.layout) for shape in self._shapes]
         larger = self._shapes[: sizes.index(sizes_of_shape(layout))]
@@ -182,8 +188,8 @@ class ElasticityPlanner:
     ) -> Change | WaitInQueue | None:
         if self._is_over(running):
             return None
-        staying = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
-        if len(staying) in self._sizes:
+        left = tuple(replica for replica in range(self._gang.layout.data) if replica not in draining)
+        if (staying := staying_replicas(self._sizes, self._gang.layout, left)) is not None:
             return Shrink(staying, f"continued without replicas {list(draining)}: their nodes are being drained")
         elsewhere, spare = await self._fitting(self._shapes), await self._spare_seconds()
         if spare <= 0:  # placing it again would leave its newest state on nodes that may be gone at any moment

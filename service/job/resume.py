@@ -107,7 +107,8 @@ def _source(resume: Resume, taken: set[str], from_memory: bool) -> str:
 
 def _other_layouts(submitted: JobSpec, tag: str) -> dict[str, ParallelConfig]:
     """All layouts that the job may run in, by tag, except for the one with `tag`. There may be thousands."""
-    layouts = (resized(shape, size).layout for shape in shapes_of(submitted) for size in sizes_of(submitted))
+    shapes = shapes_of(submitted)
+    layouts = (resized(shape, size).layout for shape in shapes for size in sizes_of(submitted, shape.layout))
     by_tag = {layout_tag(layout): layout for layout in layouts}
     by_tag.pop(tag, None)
     return by_tag

@@ -25,6 +25,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "recomputation": (("recomputation",), ("recompute",)),
     "tensor communication": (("tensor",), ("tensor_communication",)),
     "context communication": (("context",), ("context_communication",)),
+    "expert communication": (("expert",), ("dispatch", "combine")),
     "waiting for other stages": (("bubble",), ("bubble", "pipeline_communication")),
     "sums of gradients": (("gradients", "replicas"), ("data_communication",)),
     "update": (("optimizer",), ("optimizer",)),

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from manta.service.cluster.sizes import max_ranks, resized, shapes_of, sizes_of
+from manta.service.cluster.sizes import largest_fitting_size, max_ranks, resized, shapes_of, sizes_of
 from manta.service.planner.bounds import Bounds
 from manta.service.planner.candidates import Candidate, candidates, is_complete
 from manta.service.planner.hardware import Cluster
@@ -100,19 +100,23 @@ def _best_of(job: JobSpec, parts: Sequence[Cluster], known: Sequence[Plan]) -> I
 def elastic_sizes(spec: JobSpec, cluster: Cluster) -> tuple[SizedPlan, ...]:
     """The layouts that a job with a fixed layout continues in as it loses GPUs, according to its section `elastic`:
     most ranks first, at most `MAX_SIZES`. They need not fit."""
-    shapes, sizes = shapes_of(spec), sizes_of(spec)
+    shapes = [(shape, sizes_of(spec, shape.layout)) for shape in shapes_of(spec)]
     plans: list[SizedPlan] = []
     left = max_ranks(spec)
     while left > 0 and len(plans) < MAX_SIZES:
-        widths = (shape.layout.world_size // shape.layout.data for shape in shapes)
-        replicas = [min(sizes.stop - 1, left // width) for width in widths]
-        at = next((number for number, count in enumerate(replicas) if count in sizes), None)
-        if at is None:
+        chosen = next((fitting for shape, sizes in shapes if (fitting := _within(left, shape, sizes))), None)
+        if chosen is None:
             break
-        chosen = resized(shapes[at], replicas[at])
         plans.append(SizedPlan(left, plan_of(chosen, cluster), cluster))
         left = chosen.layout.world_size - 1
     return tuple(plans)
+
+
+def _within(ranks: int, shape: JobSpec, sizes: range) -> JobSpec | None:
+    """`shape` with the most replicas of `sizes` that `ranks` suffice for; None if they do not suffice for any."""
+    replicas = ranks // (shape.layout.world_size // shape.layout.data)
+    size = largest_fitting_size(sizes, min(sizes.stop - 1, replicas), 0, replicas)
+    return None if size is None else resized(shape, size)
 
 
 def _by_gpus(job: JobSpec, cluster: Cluster, software: Software) -> Iterator[Plan]:

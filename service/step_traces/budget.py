@@ -22,16 +22,17 @@ from manta.workers.timing.recording import Slice
 from manta.workers.training.metric_names import VALIDATION_LOSS
 
 PARTS = (
-    *("arithmetic", "products", "recomputation", "bubble", "tensor", "context", "pipeline", "data"),
+    *("arithmetic", "products", "recomputation", "bubble", "tensor", "context", "expert", "pipeline", "data"),
     *("optimizer", "loader", "snapshot", "rest"),
 )
-"""All parts, beginning with the peak; `context` only of jobs with context parallelism."""
+"""All parts, beginning with the peak; `context` and `expert` only of jobs with such parallelism."""
 _HELP = {
     "products": "larger matmuls (a larger micro-batch, a smaller tensor size), or `train.compile: true`",
     "recomputation": "less recomputation, where memory allows: a smaller micro-batch, or more stages",
     "bubble": "more micro-batches, more virtual stages, or a zero-bubble schedule",
     "tensor": "a smaller tensor size with more pipeline stages",
     "context": "a smaller context size with more replicas, or another `parallel.context_method`",
+    "expert": "a smaller expert size, or the other `parallel.expert_dispatch`",
     "pipeline": "fewer stages, or stages that share a node",
     "data": "fewer replicas, a larger global batch, or replacing slow ranks",
     "rest": "fewer validations (`train.validate_every`), if the measured steps include one",
@@ -39,12 +40,15 @@ _HELP = {
     "loader": "tokenizing beforehand (`manta tokenize`), or faster storage",
     "snapshot": "fewer snapshots and checkpoints (`checkpoint.snapshot_every_steps`, `checkpoint.every_steps`)",
 }
+ONLY_SOME_HAVE = ("context", "expert")
+"""Parts of jobs whose ranks share samples, or have different experts."""
 _PLANNED = {
     "arithmetic": "arithmetic",
     **dict.fromkeys(("products", "elementwise", "host"), "products"),
     "recomputation": "recomputation",
     "tensor": "tensor",
     "context": "context",
+    "expert": "expert",
     "bubble": "bubble",
     **dict.fromkeys(("gradients", "replicas"), "data"),
     "optimizer": "optimizer",
@@ -56,6 +60,7 @@ _MEASURED = {
     "recompute": "recomputation",
     "tensor_communication": "tensor",
     "context_communication": "context",
+    **dict.fromkeys(("dispatch", "combine"), "expert"),
     "pipeline_communication": "pipeline",
     "data_communication": "data",
     "bubble": "bubble",
@@ -100,6 +105,7 @@ def of_trace(trace: StepTrace, spec: JobSpec) -> tuple[Part, ...]:
         "bubble": "waits for messages of other stages, and after the last pass",
         "tensor": "communication of tensor-parallel ranks, including waits for each other",
         "context": "exchange of keys and values between context ranks, including waits for each other",
+        "expert": "dispatch of tokens to the ranks of their experts and back, including waits for each other",
         "pipeline": "transfers between stages",
         "data": "gradient reductions, parameter gathers and agreement, including waits for slower replicas",
         "optimizer": "the update of the parameters",
@@ -129,7 +135,7 @@ def _part_of(each: Slice, around: Sequence[Slice]) -> str:
     if each.kind in PASSES:
         return "passes"
     if each.kind == "collective":
-        return each.axis if each.axis in ("tensor", "context") else "data"
+        return {"tensor": "tensor", "context": "context", "expert": "expert"}.get(each.axis or "", "data")
     return {
         "recompute": "recomputation",
         **dict.fromkeys(("send", "receive"), "pipeline"),
@@ -166,7 +172,7 @@ def _parts(seconds: Mapping[str, float], whole: float, ideal: float | None, how:
 
 def _parts_of(seconds: Mapping[str, float]) -> tuple[str, ...]:
     """The parts of a step, of which these are known."""
-    return tuple(name for name in PARTS if name != "context" or seconds.get(name))
+    return tuple(name for name in PARTS if name not in ONLY_SOME_HAVE or seconds.get(name))
 
 
 def of_phases(rows: Sequence[Mapping[str, Any]], spec: JobSpec) -> tuple[Part, ...]:

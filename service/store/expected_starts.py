@@ -18,7 +18,7 @@ from manta.workers.config import ParallelConfig
 
 MAX_FORECAST = 50
 """Number of jobs at the head of the queue whose start is estimated."""
-_SIZES = (Job.tensor, Job.pipeline, Job.context, Job.replicas)
+_SIZES = (Job.tensor, Job.pipeline, Job.context, Job.expert, Job.replicas)
 _COLUMNS = (Job.id, Job.state, Job.spec, *_SIZES, Job.step, Job.steps, Job.waiting_for)
 
 

@@ -21,7 +21,7 @@ from manta.service.store.tables import Checkpoint, Event, Generation, Job, Recov
 MAX_JOBS = 500
 """Most jobs that have numbers of their own."""
 RECENT_SECONDS = 3600.0
-RECENT_TYPES = ("straggler", "rank_hung", "gang_hung", "spike", "step_skipped", "rolled_back")
+RECENT_TYPES = ("straggler", "rank_hung", "gang_hung", "spike", "step_skipped", "rolled_back", "experts_unbalanced")
 """Seconds within which events are counted."""
 _MAX_EVENTS = 20_000
 """Number of newest events that are searched: there is no index for them, and on a quiet day they cover months."""

@@ -271,6 +271,7 @@ def set_layout(session: Session, job_id: str, layout: ParallelConfig) -> None:
     """Record the sizes that the job runs with from its next generation on. Raises JobNotFound."""
     job = get(session, job_id, lock=True)
     job.tensor, job.pipeline, job.context, job.replicas = layout.tensor, layout.pipeline, layout.context, layout.data
+    job.expert = layout.expert_size
     job.updated_at = time.time()
 
 

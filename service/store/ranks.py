@@ -92,6 +92,10 @@ def store_numbers(session: Session, job_id: str, generation: int, sample: RankSa
     row = session.get(RankNumbers, (job_id, slot)) or RankNumbers(job_id=job_id, slot=slot)
     row.generation, row.step, row.time, row.seconds = generation, sample.step, at, sample.seconds
     row.own_seconds, row.memory_bytes, row.stragglers = sample.own_seconds, sample.memory_bytes, [*sample.stragglers]
+    if sample.expert_tokens is not None:  # large: only the newest are kept
+        of_job = RankNumbers.job_id == job_id, RankNumbers.expert_tokens.is_not(None)
+        session.execute(update(RankNumbers).where(*of_job).values(expert_tokens=None))
+    row.expert_tokens = sample.expert_tokens
     session.add(row)
 
 
@@ -99,14 +103,28 @@ def newest_numbers(session: Session, job_id: str) -> RankNumbers | None:
     """The numbers of the present ranks; None before there are any in the job's generation. Raises JobNotFound."""
     generation = jobs.get(session, job_id).generation
     query = select(RankNumbers).where(RankNumbers.job_id == job_id).order_by(RankNumbers.time.desc()).limit(1)
+    query = query.options(defer(RankNumbers.expert_tokens))
     row = session.scalars(query).one_or_none()
     return row if row is not None and row.generation == generation else None
+
+
+def expert_tokens(session: Session, job_id: str) -> tuple[int, list[float]] | None:
+    """The step and the tokens that chose each expert in it, layer by layer, in the newest sample that has them, of
+    whatever generation; None if there is none."""
+    query = select(RankNumbers.step, RankNumbers.expert_tokens)
+    query = query.where(RankNumbers.job_id == job_id, RankNumbers.expert_tokens.is_not(None))
+    found = session.execute(query.order_by(RankNumbers.time.desc()).limit(1)).one_or_none()
+    return None if found is None else (found.step, unpacked(found.expert_tokens))
 
 
 def history(session: Session, job_id: str, after_step: int = 0, max_points: int = SLOTS) -> History:
     """The newest samples above `after_step`, at most `max_points`, and at most MAX_NUMBERS numbers."""
     query = select(RankNumbers).where(RankNumbers.job_id == job_id, RankNumbers.step > after_step)
-    query = query.options(defer(RankNumbers.memory_bytes)).order_by(RankNumbers.time.desc()).limit(max_points)
+    query = (
+        query.options(defer(RankNumbers.memory_bytes), defer(RankNumbers.expert_tokens))
+        .order_by(RankNumbers.time.desc())
+        .limit(max_points)
+    )
     newest_first = History([], [], [])
     for row in session.scalars(query):
         own = [] if row.own_seconds is None else unpacked(row.own_seconds)

@@ -37,6 +37,8 @@ class NewerGang:
     """Number of replicas of the gang."""
     context: int
     """Context-parallel size of the gang."""
+    expert: int
+    """Expert-parallel size of the gang."""
     agents: Mapping[int, Mapping[str, Any]]
     """By rank what is known about its agent: `actor`, `node`, `device`, `pid`."""
 
@@ -74,6 +76,7 @@ def _begin(session: Session, job_id: str, gang: NewerGang) -> None:
     job, now = jobs.get(session, job_id), time.time()
     job.generation, job.report_cursor, job.updated_at = gang.generation, {}, now
     job.tensor, job.pipeline, job.context, job.replicas = gang.tensor, gang.pipeline, gang.context, gang.data
+    job.expert = gang.expert
     about = {"cause": "found running", "resume_source": "unknown", "resume_step": job.step, "started_at": now}
     session.add(Generation(job_id=job_id, generation=gang.generation, data={}, **about))
     layout = in_use(stored_spec(job).spec, job).layout

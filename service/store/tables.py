@@ -89,6 +89,8 @@ class Job(Base):
     """Pipeline-parallel size in use; None: as in the spec."""
     context: Mapped[int | None] = mapped_column()
     """Context-parallel size in use; None: as in the spec."""
+    expert: Mapped[int | None] = mapped_column()
+    """Expert-parallel size in use; None: as in the spec."""
     wanted_replicas: Mapped[int | None] = mapped_column()
     """Data-parallel replicas that the user last asked for; None: as in the spec."""
     generation: Mapped[int] = mapped_column(default=0)
@@ -345,6 +347,8 @@ class RankNumbers(Base):
     """Memory in use on each rank, packed."""
     stragglers: Mapped[list[dict[str, Any]]] = mapped_column(Document, default=list)
     """Ranks that held up the others: rank, own_seconds, usual_seconds, sentence."""
+    expert_tokens: Mapped[str | None] = mapped_column(AnyText)
+    """Tokens that chose each expert in the last step, layer by layer, packed; None: not the newest sample, or none."""
 
 
 class Event(Base):

@@ -127,6 +127,7 @@ def _layout(history: JobHistory, committed: Generation) -> dict[str, Value]:
         "manta.layout.pipeline": layout.pipeline,
         "manta.layout.data": layout.data,
         "manta.layout.context": layout.context,
+        "manta.layout.expert": layout.expert_size,
         "manta.ranks": layout.world_size,
     }
 

@@ -37,7 +37,7 @@ NEEDS = {
     **dict.fromkeys(
         ("list_jobs", "count_jobs", "list_sparklines",
          "get_job", "get_job_spec", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
-         "get_rank_history", "get_waits", "get_rank_stack",
+         "get_rank_history", "get_expert_tokens", "get_waits", "get_rank_stack",
          "list_checkpoints", "list_exports", "get_export",
          "get_ledger", "get_job_plan",
          "get_job_plan_picture", "list_recoveries", "list_traces", "get_trace", "get_trace_for_perfetto",

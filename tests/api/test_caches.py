@@ -336,10 +336,11 @@ def test_unchanged_series_costs_one_statement_and_no_transaction(store, report, 
 def test_series_without_names_has_the_standard_metrics_and_those_of_the_job(store, document, rendered_series):
     data = {"source": "python-stdlib", "validation": [{"name": "code", "source": "python-stdlib"}]}
     train = document["train"] | {"validate_every": 5, "z_loss": 1e-4}
-    spec = parse_job_spec(document | {"data": data, "train": train})
+    model = document["model"] | {"family": "llama", "moe": {"experts": 4, "per_token": 2, "ffn_hidden_size": 16}}
+    spec = parse_job_spec(document | {"data": data, "train": train, "model": model})
     job = store.write(lambda session: jobs.create(session, spec)[0])
     series = json.loads(rendered_series.one(store, job.id, None, 0, 10).body)["series"]
-    assert tuple(series) == (*METRIC_NAMES, "validation_loss_code", "z_loss")
+    assert tuple(series) == (*METRIC_NAMES, "validation_loss_code", "z_loss", "expert_load", "balance_loss")
     with pytest.raises(JobNotFound):
         rendered_series.one(store, "job_00000000nobody", None, 0, 10)
 

@@ -21,7 +21,7 @@ OPERATIONS = [
     "list_jobs", "submit_job", "count_jobs", "list_sparklines", "get_job",
     "edit_job", "delete_job", "get_job_spec", "cancel_job", "pause_job", "resume_job",
     "retry_job", "resize_job", "get_metrics", "list_job_events", "list_events", "list_logs", "list_ranks",
-    "get_rank_history", "get_waits", "get_rank_stack",
+    "get_rank_history", "get_expert_tokens", "get_waits", "get_rank_stack",
     "list_checkpoints", "delete_checkpoint",
     "export_checkpoint", "list_exports", "get_export", "get_ledger", "get_job_plan",
     "get_job_plan_picture", "list_recoveries",

@@ -142,7 +142,7 @@ def test_ranks_and_checkpoints_are_shown_as_stored(service, job):
 
     service.store.write(prepare)
     shown = service.http.get(f"/v1/jobs/{job['id']}/ranks").json()
-    unknown = dict.fromkeys(("own_seconds", "wait_seconds", "memory_bytes", "straggler"))
+    unknown = dict.fromkeys(("expert", "own_seconds", "wait_seconds", "memory_bytes", "straggler"))
     assert shown == {"items": [{**row, "context": 0, "state": "running", **unknown}], "next_cursor": None}
     saved = service.http.get(f"/v1/jobs/{job['id']}/checkpoints").json()["items"]
     assert [(entry["step"], entry["state"], entry["bytes"]) for entry in saved] == [(5, "complete", 123)]
@@ -230,6 +230,24 @@ def test_rank_numbers_are_shown_for_the_last_step_and_as_history(service):
     assert (history["steps"], history["own_seconds"]) == ([5, 6], [[0.25, 0.5]] * 2)
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?after_step=5&max_points=1").json()["steps"] == [6]
     assert service.http.get(f"/v1/jobs/{job}/ranks/history?max_points=301").status_code == 422
+
+
+def test_tokens_of_experts_are_shown_by_layer(service, document):
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16, "first_dense": 1}
+    job = service.submit(model={**document["model"], "family": "llama", "layers": 3, "moe": moe})["id"]
+    path = f"/v1/jobs/{job}/experts"
+    assert service.http.get(path).json() == {"step": None, "layers": [], "tokens": [], "load": []}
+
+    def prepare(session):
+        generations.begin(session, job, "submitted", False)
+        counts = packed([10, 10, 10, 10, 25, 5, 6, 4])
+        sample = RankSample(5, 1.0, None, packed([7.0]), expert_tokens=counts)
+        ranks.store_numbers(session, job, 1, sample, 10.0)
+
+    service.store.write(prepare)
+    assert service.http.get(path).json() == {
+        "step": 5, "layers": [1, 2], "tokens": [[10] * 4, [25, 5, 6, 4]], "load": [1.0, 2.5],
+    }  # fmt: skip
 
 
 def test_weights_are_exported_below_the_folder_for_that(service):

@@ -36,8 +36,11 @@ def test_rank_view_shows_the_place_of_a_rank():
     place = {"rank": 7, "tensor": 1, "pipeline": 2, "data": 3, "context": 4, "node": "n", "device": "d"}
     fields = {**place, "pid": 5, "generation": 6, "state": "running"}
     row = tables.Rank(job_id="job_1", actor="a", **fields)
-    unknown = dict.fromkeys(("own_seconds", "wait_seconds", "memory_bytes", "straggler"))
+    unknown = dict.fromkeys(("expert", "own_seconds", "wait_seconds", "memory_bytes", "straggler"))
     assert [shown(rank) for rank in views.rank_views([row], None)] == [fields | unknown]
+    spread = ParallelConfig(data=4, context=6, expert=8)
+    assert views.rank_views([row], None, spread)[0].expert == (3 * 6 + 4) % 8
+    assert views.rank_views([row], None, ParallelConfig(data=4, context=6, expert=1))[0].expert is None
 
 
 def test_rank_views_have_the_numbers_of_each_rank():

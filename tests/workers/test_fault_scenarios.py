@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 from fault_scenarios import (
+    EXPERT_FACTORS,
     FACTORS,
     FEW,
     MAX_RANKS,
     STEPS,
     Generation,
+    PlannedFault,
     Scenario,
     covering_scenarios,
     drawn_scenario,
+    scenario_of,
     world_size,
 )
 from scenario_programs import Record, run_scenario
@@ -116,3 +119,40 @@ def test_drawn_fault_scenarios_change_no_bit(ranks, corpus, tmp_path, clean, num
     drawn = drawn_scenario(str(number), corpus)
     if drawn is not None:
         check(ranks, drawn[1], tmp_path, clean)
+
+
+FEW_WITH_EXPERTS = ("0", "466", "243", "89")
+
+
+@pytest.mark.parametrize("seed", FEW_WITH_EXPERTS)
+def test_faults_in_jobs_with_spread_experts_change_no_bit(ranks, corpus, tmp_path, clean, seed):
+    drawn = drawn_scenario(seed, corpus, EXPERT_FACTORS)
+    assert drawn is not None
+    check(ranks, drawn[1], tmp_path, clean)
+
+
+@pytest.mark.soak
+def test_faults_with_spread_experts_and_every_pair_of_factors_keep_the_bits(ranks, corpus, tmp_path, clean):
+    for number, (_, scenario) in enumerate(covering_scenarios(corpus, EXPERT_FACTORS)):
+        check(ranks, scenario, tmp_path / str(number), clean)
+
+
+PLACES = [("forward", "outward"), ("forward", "back"), ("backward", "outward"), ("backward", "back")]
+PLACES += [("recompute", "outward"), ("forward", "finished"), ("backward", "weights_back")]
+
+
+@pytest.mark.parametrize("backend", ["links", "process_groups"])
+@pytest.mark.parametrize("experts", ["all_gather", "all_to_all"])
+def test_cuts_and_kills_in_each_part_of_an_exchange_change_no_bit(ranks, corpus, tmp_path, clean, experts, backend):
+    """With ZeRO 0 each of two replicas alone holds its experts, so that nobody else's memory brings them back."""
+    row = {name: values[0] for name, values in EXPERT_FACTORS.items()}
+    row |= {"experts": experts, "backend": backend, "layout": (1, 1, 2), "zero": 0, "recompute": "full", "saves": False}
+    scenario = scenario_of(row | {"schedule": "1f1b"}, "places", corpus)
+    for number, place in enumerate(PLACES):
+        kind, rank = ("cut", "kill")[number % 2], number // 2 % 2
+        fault = PlannedFault(kind, rank, 1 + number % 3, 1, during=place)
+        parallel = scenario.generations[0].parallel
+        struck = replace(scenario, generations=(Generation(parallel, (fault,)), Generation(parallel)))
+        by_rank = check(ranks, struck, tmp_path / str(number), clean)
+        assert [each for record in by_rank for each in record.faults] == [(1, kind)], place
+        assert by_rank[0].resumed[1][1] in ("memory", "snapshot"), by_rank[0].resumed

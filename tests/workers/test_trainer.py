@@ -217,7 +217,9 @@ def test_every_kth_metrics_row_has_the_parts_of_the_step_time(tmp_path):
     rows = rows_of(messages)
     assert [("forward_seconds" in row) for row in rows] == [False, True, False]
     parts = {name: value for name, value in rows[1].items() if name.endswith("_seconds") and name != "step_seconds"}
-    assert set(parts) == {f"{part}_seconds" for part in (*PARTS, "snapshot")} - {"context_communication_seconds"}
+    assert set(parts) == {f"{part}_seconds" for part in (*PARTS, "snapshot")} - {
+        f"{part}_seconds" for part in ("context_communication", "dispatch", "combine")
+    }
     assert 0 < sum(parts.values()) <= rows[1]["step_seconds"]
 
 
@@ -344,7 +346,7 @@ def test_straggler_is_reported_by_rank_0_unless_stragglers_are_ignored(tmp_path)
     class Stragglers:
         named = (straggler,)
 
-        def add(self, own_seconds):
+        def add(self, own_seconds, loads=None):
             given.append(own_seconds)
             return [straggler] if len(given) == 2 else []
 

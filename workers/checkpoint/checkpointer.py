@@ -430,10 +430,11 @@ class Checkpointer:
         if save.ranks.together(is_there, lambda found: [found[0]] * len(found), (bool, bool)):
             return
         path = catalog.frozen_path(self.folder, save.step, save.generation)
-        state = {part.name: tensor for part in self.engine.optimizer.frozen_parts() for tensor in part.tensors}
+        state = {part.name: part.tensors for part in self.engine.optimizer.frozen_parts()}
 
         def parts() -> AbstractContextManager[dict[str, torch.Tensor]]:  # of the live ones, since no step changes them
-            return nullcontext({name: tensor.cpu() for name, tensor in state.items()})
+            on_host = {name: [tensor.cpu() for tensor in tensors] for name, tensors in state.items()}
+            return nullcontext({n: each[0] if len(each) == 1 else torch.cat(each) for n, each in on_host.items()})
 
         wrote, rectangles = lambda: self._wrote(save), self._owned_frozen
         sums = durable.save(str(path), rectangles, parts, save.ranks, wrote, self._uploads, number=1)

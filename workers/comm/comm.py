@@ -37,11 +37,13 @@ _COUNTED_AS: dict[Axis, StepPhase] = {
     "data": "data_communication",
     "holders": "data_communication",
     "context": "context_communication",
+    "expert_holders": "data_communication",
 }
 
 
 class Comm:
-    """All communication of one rank, by axis. Tensors must be contiguous."""
+    """All communication of one rank, by axis. Tensors must be contiguous. A collective on tensors without elements does
+    not communicate: no rank of the axis then has any."""
 
     def __init__(
         self,
@@ -213,12 +215,11 @@ class Comm:
 
     def all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> None:
         """Sum of `tensor` over `axis` in place, or its element-wise maximum with `largest`."""
-        if self._sizes[axis] > 1:
-            self.start_all_reduce(axis, tensor, largest).wait()
+        self.start_all_reduce(axis, tensor, largest).wait()
 
     def start_all_reduce(self, axis: Axis, tensor: torch.Tensor, largest: bool = False) -> Handle:
         """Begin what `all_reduce` does. Nothing else may be started along the axis before its wait."""
-        if self._sizes[axis] == 1:
+        if self._sizes[axis] == 1 or not tensor.numel():
             return DONE
         work = self._entered(axis).start_all_reduce(axis, tensor, largest)
         return self._timed(axis, work, "all_reduce", (tensor,))
@@ -238,6 +239,8 @@ class Comm:
             return tensor if out is None else out.copy_(tensor), DONE
         if out is None:
             out = tensor.new_empty((tensor.shape[0] * size, *tensor.shape[1:]))
+        if not tensor.numel():
+            return out, DONE
         work = self._entered(axis).start_all_gather(axis, out, tensor)
         return out, self._timed(axis, work, "all_gather", (out,))
 
@@ -256,14 +259,18 @@ class Comm:
             return tensor if out is None else out.copy_(tensor), DONE
         if out is None:
             out = tensor.new_empty((tensor.shape[0] // size, *tensor.shape[1:]))
+        if not tensor.numel():
+            return out, DONE
         work = self._entered(axis).start_reduce_scatter(axis, out, tensor)
         return out, self._timed(axis, work, "reduce_scatter", (tensor,))
 
     def start_all_to_all(self, axis: Axis, outgoing: Sequence[Tensors], incoming: Sequence[Tensors]) -> Handle:
         """Begin to send the tensors `outgoing[i]` to the rank at index i of `axis`, in their order, and to receive into
-        `incoming[i]` what it sends here; nothing goes to this rank itself."""
+        `incoming[i]` what it sends here; nothing goes to this rank itself. Tensors without elements are neither sent
+        nor expected."""
         if self._sizes[axis] == 1:
             return DONE
+        outgoing, incoming = ([[t for t in each if t.numel()] for each in lists] for lists in (outgoing, incoming))
         work = self._entered(axis).start_all_to_all(axis, outgoing, incoming)
         return self._timed(axis, work, "all_to_all", [tensor for tensors in outgoing for tensor in tensors])
 
@@ -321,7 +328,7 @@ class Comm:
         and is a slice if it is traced."""
         if self._trail is not None:
             work = Marked(work, self._trail, axis, self.progress.count(axis))
-        if self.step.parts.measuring:
+        if self.step.parts.measuring and axis != "expert":  # dispatch and combine count their own
             work = _Timed(work, self.step, _COUNTED_AS.get(axis, "other"))
         if self.step.recorder is not None:
             size = sum(tensor.nbytes for tensor in tensors)

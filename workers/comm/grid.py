@@ -9,8 +9,10 @@ from typing import Literal
 from manta.workers.config import ParallelConfig
 from manta.workers.schedules.stages import end_ranks
 
-Axis = Literal["tensor", "pipeline", "data", "context", "holders", "embedding", "world"]
-AXES: tuple[Axis, ...] = ("tensor", "pipeline", "data", "embedding", "world", "context", "holders")
+Axis = Literal["tensor", "pipeline", "data", "context", "holders", "embedding", "world", "expert", "expert_holders"]
+AXES: tuple[Axis, ...] = (
+    *("tensor", "pipeline", "data", "embedding", "world", "context", "holders", "expert", "expert_holders"),
+)
 """Axes along which ranks communicate, by channel number; the names also say what their ranks differ in."""
 
 
@@ -29,7 +31,7 @@ class RankGrid:
 
     def __init__(self, layout: ParallelConfig):
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
-        self.data, self.context = layout.data, layout.context
+        self.data, self.context, self.expert = layout.data, layout.context, layout.expert_size
         self.world_size = layout.world_size
         self._ends = end_ranks(layout)
 
@@ -41,8 +43,11 @@ class RankGrid:
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The axes that this layout communicates along: `holders` and `context` only if ranks share samples."""
-        return AXES if self.context > 1 else tuple(axis for axis in AXES if axis not in ("context", "holders"))
+        """The axes that this layout communicates along: `holders` and `context` only if ranks share samples, those of
+        experts only if these are spread over ranks."""
+        unused: set[Axis] = set() if self.context > 1 else {"context", "holders"}
+        unused |= set() if self.expert > 1 else {"expert", "expert_holders"}
+        return tuple(axis for axis in AXES if axis not in unused)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Coordinates of `rank`. Raises IndexError for a rank outside the grid."""
@@ -62,14 +67,19 @@ class RankGrid:
 
         `embedding` is the ranks of the first and the last stage of the rank's pipeline, which both need the token
         embedding if it is tied; for other ranks it is the rank alone. `holders` is the ranks with the same parameters,
-        which differ in `data` and `context`, in the order of both. `world` is all ranks.
+        which differ in `data` and `context`, in the order of both; `expert` is the neighbours among these over which
+        experts are spread, and `expert_holders` those with the same experts. `world` is all ranks.
         """
         if axis == "world":
             return list(range(self.world_size))
         at = self.coordinates(rank)
-        if axis == "holders":
+        if axis in ("holders", "expert", "expert_holders"):
             places = product(range(self.data), range(self.context))
-            return [self.rank(Coordinates(at.tensor, at.pipeline, data, context)) for data, context in places]
+            holders = [self.rank(Coordinates(at.tensor, at.pipeline, data, context)) for data, context in places]
+            group, own = divmod(at.data * self.context + at.context, self.expert)
+            if axis == "expert":
+                return holders[group * self.expert : (group + 1) * self.expert]
+            return holders[own :: self.expert] if axis == "expert_holders" else holders
         if axis == "embedding":
             if at.pipeline not in self._ends:
                 return [rank]
@@ -83,8 +93,8 @@ class RankGrid:
 
 def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
     """The ranks whose whole state has the same bits as that of `rank`, including itself, in order: all that hold the
-    same parameters, unless ZeRO splits the optimizer's state over them."""
-    return [rank] if layout.zero else RankGrid(layout).group("holders", rank)
+    same parameters, experts included, unless ZeRO splits the optimizer's state over them."""
+    return [rank] if layout.zero else RankGrid(layout).group("expert_holders", rank)
 
 
 def state_groups(layout: ParallelConfig) -> list[list[int]]:
@@ -92,5 +102,8 @@ def state_groups(layout: ParallelConfig) -> list[list[int]]:
     if layout.zero:
         return [[rank] for rank in range(layout.world_size)]
     grid = RankGrid(layout)
-    firsts = product(range(layout.pipeline), range(layout.tensor))
-    return [grid.group("holders", grid.rank(Coordinates(tensor, stage, 0, 0))) for stage, tensor in firsts]
+    groups: set[tuple[int, ...]] = set()
+    for tensor, stage in product(range(layout.tensor), range(layout.pipeline)):
+        holders = grid.group("holders", grid.rank(Coordinates(tensor, stage, 0, 0)))
+        groups |= {tuple(holders[own :: grid.expert]) for own in range(grid.expert)}
+    return [list(group) for group in sorted(groups)]

@@ -27,6 +27,8 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 # Messages towards later and towards earlier ranks of a pipeline: on GPUs each direction has its own communicator, so
 # that two neighbours that send to each other never wait for each other.
 _DIRECTIONS = ("pipeline_up", "pipeline_down")
+_LATER: tuple[Axis, ...] = ("context", "holders", "expert", "expert_holders", "embedding")
+"""Axes whose groups are made last, in this order."""
 _POLL = timedelta(seconds=0.5)
 """How often a rank that waits for others to come checks whether its generation is over."""
 
@@ -94,15 +96,14 @@ class ProcessGroups:
         # number: the embedding's group, which ranks between the ends do not have, comes last.
         named: list[tuple[str, Axis]] = [("tensor", "tensor"), ("data", "data")]
         named += [(direction, "pipeline") for direction in _DIRECTIONS]
-        named += [("context", "context"), ("holders", "holders"), ("embedding", "embedding")]
+        named += [(axis, axis) for axis in _LATER]
         return {name: self._ranks[axis] for name, axis in named if len(self._ranks.get(axis, ())) > 1}
 
     def _open_channels(self) -> None:
         """Use every NCCL communicator once, in one order on all ranks: each is created at its first use, in which its
         members' hosts wait for each other, which must not happen within a step."""
         probe = torch.zeros(1, device=self._device)
-        axes: tuple[Axis, ...] = ("world", "tensor", "data", "context", "holders", "embedding")
-        for axis in axes:
+        for axis in ("world", "tensor", "data", *_LATER):
             if axis in self._groups:
                 self.start_all_reduce(axis, probe, largest=False).wait()
         own_index, stages = self._indices["pipeline"], len(self._ranks["pipeline"])

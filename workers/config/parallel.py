@@ -118,6 +118,11 @@ class ParallelConfig(Section):
         """Number of ranks that hold the same experts."""
         return self.holders // self.expert_size
 
+    def expert_index(self, data: int, context: int) -> int | None:
+        """Which of the equal parts of the experts the ranks of this replica and index in their context group have;
+        None if every rank has all."""
+        return (data * self.context + context) % self.expert_size if self.expert_size > 1 else None
+
     @property
     def holders(self) -> int:
         """Number of ranks that hold the same parameters."""
@@ -168,13 +173,14 @@ class ElasticConfig(Section):
     """How far the layout may change while the job runs."""
 
     min_data: AxisSize | None = None
-    """Minimum number of replicas that the job may continue with; default: parallel.data."""
+    """Minimum number of replicas that the job may continue with; default: parallel.data. With parallel.expert, replicas
+    come and go in whole expert groups."""
     max_data: AxisSize | None = None
     """Maximum number of replicas that the job may grow to; default: parallel.data."""
     reshape: StrictBool = False
-    """Whether the job may continue with smaller tensor, pipeline and context sizes, which divide the configured ones,
-    if min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank holds
-    more of the model, and the loss curve is the same except for rounding."""
+    """Whether the job may continue with smaller tensor, pipeline, context and expert sizes, which divide the configured
+    ones, if min_data replicas do not fit; it returns to the configured sizes when they fit again. Meanwhile each rank
+    holds more of the model, and the loss curve is the same except for rounding."""
 
 
 class ResourcesConfig(Section):

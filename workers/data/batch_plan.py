@@ -117,10 +117,16 @@ def micro_batches(samples: range, size: int) -> list[range]:
 def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[range]:
     """The micro-batches of a global batch that `replica` runs. With `train.deterministic: elastic` the global batch is
     first divided into micro-batches, so that they are the same for every number of replicas; otherwise it is first
-    divided among replicas."""
+    divided among replicas. With expert parallelism ranks compute micro-batches in lockstep, so a replica has as many as
+    others have: the last ones may be without samples."""
     size = spec.train.micro_batch_size
     if spec.train.deterministic == "layout":
-        return micro_batches(replica_share(samples, spec.layout.data, replica), size)
+        share = replica_share(samples, spec.layout.data, replica)
+        mine = micro_batches(share, size)
+        if spec.layout.expert_size > 1:
+            most = len(micro_batches(replica_share(samples, spec.layout.data, 0), size))
+            mine += [range(share.stop, share.stop)] * (most - len(mine))
+        return mine
     whole = micro_batches(samples, size)
     return [whole[leaf] for leaf in leaf_share(len(whole), spec.layout, replica)]
 
@@ -128,6 +134,17 @@ def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[r
 def most_micro_batches(sequences: int, spec: JobSpec) -> int:
     """The number of micro-batches of the replica that runs the most of a global batch of `sequences`."""
     return len(replica_micro_batches(range(sequences), spec, 0))
+
+
+def most_samples(samples: range, spec: JobSpec, replica: int, context: int) -> list[int]:
+    """For each micro-batch of a rank, the most samples that it has on any rank over which experts are spread together
+    with this one's."""
+    layout = spec.layout
+    own = replica * layout.context + context
+    first = own - own % layout.expert_size
+    replicas = {holder // layout.context for holder in range(first, first + layout.expert_size)}
+    each = [replica_micro_batches(samples, spec, other) for other in replicas]
+    return [max(map(len, together)) for together in zip(*each, strict=True)]
 
 
 def leaf_share(leaves: int, layout: ParallelConfig, replica: int) -> range:

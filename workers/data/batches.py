@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from manta.workers.config import JobSpec
-from manta.workers.data.batch_plan import BatchPlan, replica_micro_batches
+from manta.workers.data.batch_plan import BatchPlan, most_samples, replica_micro_batches
 from manta.workers.data.order import Blend, SkippedSamples, blended, integer_shares
 from manta.workers.data.packed_conversations import Marks
 from manta.workers.data.prepare import Corpus, open_corpus, splits_of
@@ -60,7 +60,7 @@ class Documents:
         rows = [
             torch.repeat_interleave(torch.tensor(row), torch.tensor([*row, self.length]).diff()) for row in self.starts
         ]
-        return torch.stack(rows)
+        return torch.stack(rows) if rows else torch.empty(0, self.length, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -143,6 +143,9 @@ class MicroBatch:
     """Targets: the following tokens, int64 [s, b], or NO_TARGET."""
     documents: Documents | None = None
     """Documents of the whole samples that attention does not cross, on all stages; None: it crosses them."""
+    most_samples: int = 0
+    """With expert parallelism, samples of the same micro-batch on the rank of the expert-parallel group that has most.
+    There may be none here."""
 
     def part(self, runs: Sequence[Run]) -> MicroBatch:
         """What a context rank needs that has these runs of the sequence: their tokens and targets, and all
@@ -208,7 +211,7 @@ class Batches:
         rank writes it; `cache`: folder for tokens; `watcher`: observes how they are prepared; `context`: this rank's
         index among those that share each sample's sequence."""
         self.spec, self.replica, self.device = spec, replica, device
-        self._runs = runs_of(spec.layout, spec.model.sequence_length, context)
+        self._runs, self._context = runs_of(spec.layout, spec.model.sequence_length, context), context
         self._separate_documents = spec.data.documents == "apart"
         self.reads_tokens = reads_tokens or self._separate_documents
         self.plan = BatchPlan(spec.train)
@@ -270,14 +273,22 @@ class Batches:
         order)."""
         parts = replica_micro_batches(samples, self.spec, self.replica)
         if not self.reads_tokens:
-            return [MicroBatch(part) for part in parts]
-        text = corpus or self.corpus
-        with self._reading:
-            whole = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
+            whole = [MicroBatch(part) for part in parts]
+        else:
+            text = corpus or self.corpus
+            with self._reading:
+                whole = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
+        if self.spec.layout.expert_size > 1:
+            most = most_samples(samples, self.spec, self.replica, self._context)
+            whole = [replace(batch, most_samples=count) for batch, count in zip(whole, most, strict=True)]
         return [_on_device(batch.part(self._runs), self.device) for batch in whole]
 
     def _micro_batch(self, corpus: Corpus, samples: range, starts: list[int]) -> MicroBatch:
         length = self.spec.model.sequence_length
+        if not starts:
+            nothing_sb = torch.empty(length, 0, dtype=torch.int64)
+            documents = Documents((), length) if self._separate_documents else None
+            return MicroBatch(samples, nothing_sb, nothing_sb, documents)
         windows_bs = np.stack([corpus.read(start, length + 1) for start in starts])
         tokens_sb = torch.from_numpy(windows_bs).t().contiguous()
         batch = MicroBatch(samples, tokens_sb[:-1], tokens_sb[1:])

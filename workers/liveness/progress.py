@@ -41,7 +41,7 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 _COUNTED_FIRST = ("tensor", "pipeline", "data", "embedding", "world", "sent", "received")
-_COUNTED_LATER = ("context", "holders")
+_COUNTED_LATER = ("context", "holders", "expert", "expert_holders")
 """Counted at the end of the record, where readers of other releases find nothing else."""
 COUNTED = (*_COUNTED_FIRST, *_COUNTED_LATER)
 """What is counted: collectives entered along each axis, and messages of the pipeline."""

@@ -61,7 +61,8 @@ class Straggler:
 class Stragglers:
     """Watches the own times of all ranks, step by step. Own time is the part of a step that a rank did not spend
     waiting for others, so a straggler shows only in its own number. Only ranks of the same stage, which do equal work,
-    are compared."""
+    are compared; the time of one whose experts get more tokens than the mean is divided by how many times as many: it
+    has more work, and is not slow."""
 
     def __init__(self, stages: Sequence[int]):
         """`stages`: the stage of each rank."""
@@ -70,9 +71,12 @@ class Stragglers:
         self._slow: deque[frozenset[int]] = deque(maxlen=WINDOW)
         self._named: set[int] = set()
 
-    def add(self, own_seconds: Sequence[float]) -> list[Straggler]:
+    def add(self, own_seconds: Sequence[float], loads: Sequence[float] | None = None) -> list[Straggler]:
         """Add every rank's own time in one more step; returns the ranks that have become stragglers with it. A rank is
-        reported again only after it has kept up for most of a window."""
+        reported again only after it has kept up for most of a window. `loads`: of each rank, the tokens that its
+        experts got over the mean."""
+        if loads is not None:
+            own_seconds = [seconds / max(1.0, load) for seconds, load in zip(own_seconds, loads, strict=True)]
         self._window.append(own_seconds)
         self._slow.append(frozenset(rank for stage in self._stages for rank in _slow_ones(stage, own_seconds)))
         counts = {rank: sum(rank in slow for slow in self._slow) for rank in {*self._slow[-1], *self._named}}
@@ -140,6 +144,8 @@ class RankSample:
     """Memory in use on each rank, in the last step."""
     stragglers: tuple[JsonObject, ...] = ()
     """Ranks that hold up the others now: rank, own_seconds, usual_seconds, sentence."""
+    expert_tokens: str | None = None
+    """Tokens that chose each expert in the last step, [layers with experts, experts]; None without experts."""
 
 
 class RankSampler:

@@ -8,7 +8,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from manta.workers.model.core_attention import cached_attention, explicit_attention, fused_attention
+from manta.workers.model.core_attention import (
+    attention_of_nothing,
+    cached_attention,
+    explicit_attention,
+    fused_attention,
+)
 from manta.workers.model.rotary import Rotary
 from manta.workers.model.shared import INIT_STD, Shared, first_dropout, residual_std
 from manta.workers.parallel.context.kernels import WeightDropout
@@ -44,7 +49,9 @@ class HeadsAttention(nn.Module):
     ) -> torch.Tensor:
         """[s or s/t, b, h] -> the same, added to the residual if one is given."""
         q, k, v = self._projections(x, recompute_norm, run)
-        if run.cache is not None:
+        if not q.numel():
+            context = attention_of_nothing(q, k, v)
+        elif run.cache is not None:
             context = cached_attention(q, *run.cache.extended(self.layer, k, v), self.visible)
         elif self.across is None:
             context = self._attended(q, k, v, run)

@@ -106,6 +106,11 @@ def _within_documents(
     return context if batch_first else context.transpose(0, 1)
 
 
+def attention_of_nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """[s, b, a, d] of a micro-batch without samples, which kernels do not compute; backward goes through it."""
+    return q.new_zeros(*q.shape[:-1], v.shape[-1]) + (q.sum() + k.sum() + v.sum())
+
+
 def cached_attention(
     q_bsad: torch.Tensor, k_btgd: torch.Tensor, v_btgd: torch.Tensor, visible: Visible
 ) -> torch.Tensor:

@@ -59,7 +59,9 @@ def mlp(shared: Shared, index: int) -> SwiGLU | ExpertMLP:
     if not model.has_experts(index):
         return SwiGLU(model, shared.region)
     spreads = Spreads(INIT_STD, residual_std(model))
-    return ExpertMLP(model, index, shared.region, spreads, shared.router_bias(index))
+    return ExpertMLP(
+        model, index, shared.region, spreads, shared.router_bias(index), shared.exchange, shared.own_experts
+    )
 
 
 def norm(model: ModelConfig) -> RMSNorm:

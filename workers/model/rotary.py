@@ -91,9 +91,14 @@ def turn_halves(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, si
     second.mul_(cos).addcmul_(before, sin)
 
 
+def _by_heads(x: torch.Tensor, parts: int, head_size: int) -> torch.Tensor:
+    """[s, b, a, parts, d]; there may be no samples."""
+    return x.view(*x.shape[:2], math.prod(x.shape[2:]) // (parts * head_size), parts, head_size)
+
+
 def _halves(x: torch.Tensor, parts: int, rotated: int, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Both halves of the parts that are rotated: [s, b, a, parts, d/2]."""
-    heads = x.view(*x.shape[:2], -1, parts, head_size)[..., :rotated, :]
+    heads = _by_heads(x, parts, head_size)[..., :rotated, :]
     return heads[..., : head_size // 2], heads[..., head_size // 2 :]
 
 
@@ -101,7 +106,7 @@ def _rotated_copy(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, rotated: int, head_size: int
 ) -> torch.Tensor:
     first, second = _halves(x, parts, rotated, head_size)
-    rest = x.view(*x.shape[:2], -1, parts, head_size)[..., rotated:, :]
+    rest = _by_heads(x, parts, head_size)[..., rotated:, :]
     heads = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
     return torch.cat([heads, rest], -2).view(x.shape)
 

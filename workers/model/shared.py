@@ -10,6 +10,8 @@ from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.model.core_attention import Visible
 from manta.workers.model.rotary import Rotary
 from manta.workers.parallel.context.attention import ContextAttention
+from manta.workers.parallel.experts.dispatch import exchange_of, own_experts
+from manta.workers.parallel.experts.exchange import Exchange
 from manta.workers.parallel.recompute.offload import HostBlocks
 from manta.workers.parallel.tensor.positions import Positions
 from manta.workers.parallel.tensor.sequence_parallel import Region
@@ -35,6 +37,12 @@ class Shared:
         """Attention across context ranks; None if no ranks share samples."""
         if spec.layout.context > 1:
             self.across = ContextAttention(region.comm, spec.layout, model.sequence_length)
+        self.exchange: Exchange | None = None
+        """The way of tokens to experts, and which of a layer's experts this rank has; None without experts."""
+        self.own_experts = range(0)
+        if model.moe is not None:
+            self.exchange = exchange_of(region.comm, spec.layout, model.moe)
+            self.own_experts = own_experts(region.comm, model.moe.experts)
         self.router_biases: torch.Tensor | None = None
         """What is added to scores for the choice of experts, fp32 [layers with experts, E], the same on all ranks; None
         without. Steps move it (`model.moe.balance.bias_rate`)."""

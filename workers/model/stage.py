@@ -143,6 +143,8 @@ class ModelStage(nn.Module):
         frozen = frozen_names(spec)
         for entry in self.named_shards():
             entry.parameter.requires_grad_(entry.name not in frozen)
+        for experts in (each for each in self.modules() if isinstance(each, ExpertMLP)):
+            experts.know_frozen(frozen)
 
     def begin(self) -> None:
         """A step or an evaluation begins; its weights may differ from those of the last one."""

@@ -170,11 +170,11 @@ class LaunchOrder:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tensor-parallel size, pipeline stages and replicas of the spec; its context size unless that is 1, as before
-        there were others."""
+        """Tensor-parallel size, pipeline stages and replicas of the spec; its context and expert sizes unless they are
+        1, as before there were others."""
         layout = self.spec.get("parallel") or {}
-        sizes = tuple(layout.get(axis, 1) for axis in ("tensor", "pipeline", "data", "context"))
-        return sizes if sizes[-1] > 1 else sizes[:-1]
+        sizes = tuple(layout.get(axis) or 1 for axis in ("tensor", "pipeline", "data", "context", "expert"))
+        return sizes[: 5 if sizes[4] > 1 else 4 if sizes[3] > 1 else 3]
 
 
 @dataclass(frozen=True)

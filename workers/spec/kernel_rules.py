@@ -9,6 +9,7 @@ from manta.workers.config import JobSpec, LatentAttentionConfig, ModelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import nearest_multiple
+from manta.workers.spec.expert_rules import dense_widths
 from manta.workers.spec.problems import Problem
 from manta.workers.spec.sequence_runs import shortest_unit
 
@@ -54,7 +55,7 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
         yield from _latent_widths_fit(model.latent_attention, heads // tensor)
     else:
         yield from _head_widths_fit(model, tensor)
-    if model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
+    if dense_widths(model) and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
         problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
         nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
         yield Problem("model.ffn_hidden_size", problem, nearest)
@@ -115,6 +116,8 @@ def _reasons(spec: JobSpec) -> Iterator[str]:
         yield f"train.fp8 {train.fp8}: 8-bit weights move to new addresses in each step"
     if spec.data.documents == "apart":
         yield "data.documents apart: where documents end differs between micro-batches"
+    if spec.model.moe is not None:
+        yield "model.moe: how many tokens an expert gets differs between micro-batches"
     if spec.model.family == "custom":
         yield "custom models: their Python code would not be replayed"
 

@@ -365,10 +365,10 @@ def is_adapter(name: str) -> bool:
 
 
 def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
-    """The targets of `train.lora` that the family has; of a model with experts those in attention, in all layers."""
+    """The targets of `train.lora` that the family has; with experts, those of attention."""
     known = layer_table(model).logical_matrices
-    no_mlp = model.moe is not None
-    return tuple(target for target, name in ADAPTED.items() if name in known and not (no_mlp and name[:4] == "mlp."))
+    adapted = {target: name for target, name in ADAPTED.items() if model.moe is None or name.startswith("attention.")}
+    return tuple(target for target, name in adapted.items() if name in known)
 
 
 @lru_cache(maxsize=256)

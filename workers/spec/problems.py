@@ -143,6 +143,8 @@ def _problem_of(path: str, item: Any) -> Problem:
     kind, context, value = item["type"], item.get("ctx", {}), item["input"]
     if kind == "extra_forbidden":
         parent, _, key = path.rpartition(".")
+        if why := _LACKING.get(key.lower()):
+            return Problem(path, why)
         return Problem(path, UNKNOWN_KEY, _closest_key(parent, key))
     if kind == "missing":
         return Problem(path, "required, but missing", _example_of(path))
@@ -338,8 +340,42 @@ _OTHER_NAMES = {
     **dict.fromkeys(("tp", "tensor_parallel_size"), "parallel.tensor"),
     **dict.fromkeys(("pp", "pipeline_parallel_size"), "parallel.pipeline"),
     **dict.fromkeys(("dp", "data_parallel_size"), "parallel.data"),
+    **dict.fromkeys(("ep", "expert_parallel_size", "expert_model_parallel_size"), "parallel.expert"),
+    **dict.fromkeys(("moe_token_dispatcher_type", "token_dispatcher"), "parallel.expert_dispatch"),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), "model.moe.experts"),
+    **dict.fromkeys(("num_experts_per_tok", "moe_router_topk", "top_k"), "model.moe.per_token"),
+    **dict.fromkeys(("moe_intermediate_size", "moe_ffn_hidden_size"), "model.moe.ffn_hidden_size"),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), "model.moe.shared"),
+    **dict.fromkeys(
+        ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        "model.moe.shared_ffn_hidden_size",
+    ),
+    "first_k_dense_replace": "model.moe.first_dense",
+    **dict.fromkeys(("moe_layer_freq", "decoder_sparse_step"), "model.moe.every"),
+    **dict.fromkeys(("scoring_func", "moe_router_score_function"), "model.moe.score"),
+    **dict.fromkeys(("norm_topk_prob", "normalize"), "model.moe.normalise"),
+    **dict.fromkeys(("routed_scaling_factor", "moe_router_topk_scaling_factor"), "model.moe.scale"),
+    **dict.fromkeys(("n_group", "moe_router_num_groups"), "model.moe.groups"),
+    **dict.fromkeys(("topk_group", "moe_router_group_topk"), "model.moe.groups_per_token"),
+    **dict.fromkeys(
+        ("router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha", "aux_loss_weight"), "model.moe.balance.weight"
+    ),
+    "moe_router_bias_update_rate": "model.moe.balance.bias_rate",
+    **dict.fromkeys(("moe_z_loss_coeff", "router_z_loss_coef"), "model.moe.router_z_loss"),
 }
 """Keys by the names that other training programs give them."""
+_NO_CAPACITY = (
+    f"{UNKNOWN_KEY}: every token goes to all experts chosen for it; which tokens a capacity drops would depend on how "
+    "many share a rank, so each layout would train another model"
+)
+_LACKING = dict.fromkeys(
+    (
+        *("capacity_factor", "expert_capacity", "expert_capacity_factor", "moe_expert_capacity_factor"),
+        *("eval_capacity_factor", "min_capacity", "drop_tokens", "moe_token_drop_policy", "token_drop_policy"),
+    ),
+    _NO_CAPACITY,
+)
+"""By the names of keys that other training programs have: why there is none."""
 
 
 def _closest_key(parent: str, key: str) -> str | None:

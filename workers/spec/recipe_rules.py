@@ -89,7 +89,8 @@ def _frozen_parts_are_there(spec: JobSpec) -> Iterator[Problem]:
     names = parameter_names(spec.model)
     for at, pattern in enumerate(patterns):
         if not matching(pattern, names):
-            parts = sorted({".".join(name.split(".")[:end]) for name in names for end in range(1, name.count(".") + 2)})
+            few = [name for name in names if ".experts." not in name or ".experts.0." in name]  # all are alike
+            parts = sorted({".".join(name.split(".")[:end]) for name in few for end in range(1, name.count(".") + 2)})
             nearest = difflib.get_close_matches(pattern, parts, n=1, cutoff=0.0)[0]
             yield Problem(f"train.frozen.{at}", f"the model has no parameter {pattern}", nearest)
     if len(frozen_names(spec)) == len(names):
@@ -109,10 +110,9 @@ def _adapters_fit(spec: JobSpec) -> Iterator[Problem]:
     known, targets = lora_targets(model), lora.targets or lora_targets(model)
     once = tuple(dict.fromkeys(targets))
     if lacking := [target for target in once if target not in known]:
-        has = f"{model.family} has no {' and no '.join(lacking)}"
-        if model.moe is not None:
-            has = f"with model.moe only attention can have adapters, not {' and '.join(lacking)}"
-        problem = f"{has}; its targets are {', '.join(known)}"
+        what = "with model.moe only attention is adapted" if model.moe else ""
+        what = what or f"{model.family} has no {' and no '.join(lacking)}"
+        problem = f"{what}; its targets are {', '.join(known)}"
         fitting = [target for target in once if target in known]
         yield Problem("train.lora.targets", problem, f"[{', '.join(fitting or known)}]")
         return

@@ -15,6 +15,7 @@ from manta.workers.schedules.stages import even_counts
 from manta.workers.spec.batch_rules import BATCH_RULES, elastic_bounds_hold
 from manta.workers.spec.data_rules import CHAT_RULES, DATA_RULES
 from manta.workers.spec.divisors import divisors, nearest_divisor, nearest_multiple
+from manta.workers.spec.expert_rules import EXPERT_RULES, dense_widths, inner_widths
 from manta.workers.spec.kernel_rules import cuda_graphs_fit, fp8_fits
 from manta.workers.spec.problems import Problem
 from manta.workers.spec.recipe_rules import RECIPE_RULES
@@ -41,17 +42,6 @@ def _layout_is_explicit(spec: JobSpec) -> Iterator[Problem]:
         smallest = "{tensor: 1, pipeline: 1, data: 1}"
         rule = "the engine needs an explicit layout; `manta plan FILE` finds one, as the service does at submission"
         yield Problem("parallel", rule, smallest, unsupported=True)
-
-
-def _experts_are_supported(spec: JobSpec) -> Iterator[Problem]:
-    model = spec.model
-    if model.moe is not None and model.family not in ("llama", "qwen", "deepseek"):
-        known = "llama, qwen and deepseek have"
-        yield Problem("model.moe", f"{model.family} has no experts; {known}", "null", unsupported=True)
-    if not isinstance(spec.parallel, str):
-        for key in ("expert", "expert_dispatch", "expert_tensor"):
-            if getattr(spec.layout, key) is not None:
-                yield Problem(f"parallel.{key}", "not supported yet", "null", unsupported=True)
 
 
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
@@ -171,7 +161,7 @@ def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
         return  # reported by the rule about heads
     if model.heads % tensor:
         # One that divides everything that is split, so that applying the suggestion is enough.
-        split = math.gcd(model.heads, model.ffn_size)
+        split = math.gcd(model.heads, *inner_widths(model))
         if spec.layout.sequence_parallel is not False:
             split = math.gcd(split, model.sequence_length // (runs_per_rank(spec.layout) * spec.layout.context))
         yield Problem(
@@ -179,7 +169,7 @@ def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
             f"tensor ({tensor}) must divide model.heads ({model.heads})",
             str(nearest_divisor(split, tensor)),
         )
-    elif model.ffn_size % tensor:
+    elif dense_widths(model) and model.ffn_size % tensor:
         yield Problem(
             "model.ffn_hidden_size",
             f"ffn_hidden_size ({model.ffn_size}) must be a multiple of parallel.tensor ({tensor})",
@@ -465,7 +455,7 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
-UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit, _experts_are_supported)
+UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
@@ -479,6 +469,7 @@ FITTING: tuple[Rule, ...] = (
     _chunks_have_rows,
     _chunks_have_16_bits,
     _key_value_heads_fit,
+    *EXPERT_RULES,
     _schedule_fits_virtual_stages,
     _zero_fits,
     _pipeline_has_layers,

@@ -46,6 +46,8 @@ StepPhase = Literal[
     "pipeline_communication",
     "data_communication",
     "context_communication",
+    "dispatch",
+    "combine",
     "bubble",
     "other",
 ]
@@ -84,6 +86,8 @@ _TABLE: dict[StepPhase, _Follows] = {
     "pipeline_communication": _Follows(None, "pipeline_communication"),
     "data_communication": _Follows(None, "data_communication"),
     "context_communication": _Follows(None, "context_communication"),
+    "dispatch": _Follows(None, "dispatch"),
+    "combine": _Follows(None, "combine"),
     "bubble": _Follows(None, "bubble"),
     "other": _Follows(None, "other"),
 }
@@ -200,6 +204,8 @@ Part = Literal[
     "optimizer",
     "other",
     "context_communication",
+    "dispatch",
+    "combine",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manta.workers.protocol.reports import Event, Metrics, Payload, Resting, Started
-from manta.workers.training.metric_names import VALIDATION_LOSS
+from manta.workers.training.metric_names import EXPERT_LOAD, VALIDATION_LOSS
 
 _NOT_LOGGED = ("checkpoint_saving", "checkpoint_deleted")
 """Types of events that are not worth a line in the log."""
@@ -54,4 +54,5 @@ class LogLines:
         parts = [f"step {row['step']}/{self._steps}", f"loss {row['loss']:.4f}", f"grad norm {row['grad_norm']:.3f}"]
         parts += [f"lr {row['learning_rate']:.1e}", f"{row['tokens_per_second']:,.0f} tok/s"]
         parts += [f"MFU {row['mfu_full']:.1%}"] if "mfu_full" in row else []
+        parts += [f"expert load {row[EXPERT_LOAD]:.2f}"] if EXPERT_LOAD in row else []
         return " | ".join([*parts, f"{row['memory_bytes'] / _MIB:,.0f} MiB"])

@@ -7,6 +7,8 @@ from typing import Any
 
 VALIDATION_LOSS = "validation_loss"
 Z_LOSS = "z_loss"
+BALANCE_LOSS = "balance_loss"
+EXPERT_LOAD = "expert_load"
 
 
 def validation_loss(name: str | None) -> str:
@@ -27,4 +29,14 @@ def of_job(spec: Mapping[str, Any]) -> tuple[str, ...]:
     """The metrics that depend on the job's spec."""
     train = spec.get("train")
     more = (Z_LOSS,) if isinstance(train, Mapping) and train.get(Z_LOSS) else ()
-    return (*validation_losses(spec).values(), *more)
+    return (*validation_losses(spec).values(), *more, *_of_experts(spec))
+
+
+def _of_experts(spec: Mapping[str, Any]) -> tuple[str, ...]:
+    model = spec.get("model")
+    moe = model.get("moe") if isinstance(model, Mapping) else None
+    if not isinstance(moe, Mapping):
+        return ()
+    balance = moe.get("balance")
+    has_loss = isinstance(balance, Mapping) and balance.get("loss") != "none"
+    return (EXPERT_LOAD, *((BALANCE_LOSS,) if has_loss else ()))

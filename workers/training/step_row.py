@@ -15,8 +15,10 @@ from manta.workers.config import JobSpec
 from manta.workers.data.batch_plan import BatchPlan
 from manta.workers.data.batches import Batches, HeldOut
 from manta.workers.engine import Engine
+from manta.workers.liveness.expert_load import expert_load
 from manta.workers.parallel.data.agreement import StepStatistics
 from manta.workers.parallel.data.elastic_sums import of_own_leaves, shared_leaves, sum_of_halves
+from manta.workers.training.metric_names import BALANCE_LOSS, EXPERT_LOAD, Z_LOSS
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class StepRows:
     def row(self, step: int, statistics: StepStatistics, learning_rate: float, seconds: float) -> dict[str, Any]:
         """The row of step `step`, which took `seconds` without its validation. MFU: arXiv:2204.02311, appendix B."""
         plan, length = self.plan, self.spec.model.sequence_length
-        more = {} if statistics.z_loss is None else {"z_loss": statistics.z_loss}
+        more = {name: loss for name in (Z_LOSS, BALANCE_LOSS) if (loss := getattr(statistics, name)) is not None}
+        if statistics.expert_tokens is not None:
+            more[EXPERT_LOAD] = expert_load(statistics.expert_tokens)
         return {
             "step": step,
             "loss": statistics.loss,
@@ -60,11 +64,13 @@ class StepRows:
 
 def mean_part_seconds(comm: Comm, snapshot_seconds: float) -> dict[str, float]:
     """Breakdown of the step being measured: mean seconds over ranks for each part, including `snapshot_seconds`, for
-    which the last snapshot held up this rank's training thread; communication along `context` only if there is any.
-    Ends the measurement; all ranks call it at the same step. Raises PeerLost."""
+    which the last snapshot held up this rank's training thread; communication along `context` and `expert` only if
+    there is any. Ends the measurement; all ranks call it at the same step. Raises PeerLost."""
     seconds: dict[str, float] = dict(comm.step.parts.end().items())
     if comm.size("context") == 1:
         del seconds["context_communication"]
+    if comm.size("expert") == 1:
+        del seconds["dispatch"], seconds["combine"]
     seconds["snapshot"] = snapshot_seconds
     shared = torch.tensor(list(seconds.values()), dtype=torch.float64, device=comm.device)
     comm.all_reduce("world", shared)

@@ -584,6 +584,7 @@ def test_moments_layouts_and_events_are_short(call):
     sizes = {"tensor": 8, "pipeline": 4, "data": 2, "context": 1}
     assert call("core/format.js", "layout", sizes) == "8 × 4 × 2"
     assert call("core/format.js", "layout", {**sizes, "context": 2}) == "8 × 4 × 2, context 2"
+    assert call("core/format.js", "layout", {**sizes, "expert": 2}) == "8 × 4 × 2, expert 2"
     tones = [
         call("core/format.js", "eventTone", {"type": kind, "data": {"to": "RUNNING"}})
         for kind in ("state_changed", "rank_lost", "node_lost", "plan_drift", "adopted")

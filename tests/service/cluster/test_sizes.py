@@ -19,6 +19,7 @@ from manta.service.cluster.sizes import (
     sizes_of,
     sizes_of_shape,
     smallest,
+    staying_replicas,
     with_freed_units,
 )
 from manta.workers.config import ParallelConfig
@@ -43,6 +44,24 @@ def test_job_size_is_fixed_unless_it_is_elastic():
     assert sizes_of(spec(elastic={"min_data": 1})) == range(1, 3)
 
 
+def spread(expert=2, data=4, **sections):
+    """A job with experts over `expert` ranks."""
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16}
+    model = {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 8, "family": "llama", "moe": moe}
+    return spec(model=model, parallel={"expert": expert, "data": data, **sections.pop("parallel", {})}, **sections)
+
+
+@pytest.mark.parametrize(("job", "sizes"), [
+    (spread(), [4]), (spread(elastic={"min_data": 2, "max_data": 8}), [2, 4, 6, 8]),
+    (spread(4, elastic={"max_data": 8}), [4, 8]), (spread(4, elastic={"min_data": 1, "reshape": True}), [4]),
+    (spread(4, parallel={"context": 2}, elastic={"min_data": 2}), [2, 4]),
+    (spread(2, parallel={"context": 2}, elastic={"min_data": 1}), [1, 2, 3, 4]),
+])  # fmt: skip
+def test_replicas_come_and_go_in_whole_expert_groups(job, sizes):
+    """Context ranks of a replica are in the same group."""
+    assert list(sizes_of(job)) == sizes
+
+
 def test_resized_spec_differs_in_nothing_else():
     before = spec(elastic={"max_data": 4})
     after = resized(before, 3)
@@ -62,16 +81,24 @@ def test_room_counts_whole_replicas_of_whole_tensor_groups(free, layout, room):
     assert room_for(ParallelConfig(tensor=2, data=2, **layout), capacity) == room
 
 
-@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))
-def test_elastic_size_is_the_wanted_one_or_the_nearest_with_room(least, more, wanted, held, room):
-    sizes = range(least, least + more + 1)
-    replicas = largest_fitting_size(sizes, wanted, held, room)
+@given(st.integers(1, 6), st.integers(0, 6), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6), st.integers(1, 4))
+def test_elastic_size_is_the_wanted_one_or_the_nearest_with_room(least, more, wanted, held, room, step):
+    sizes = range(least, least + more + 1, step)
+    replicas, possible = largest_fitting_size(sizes, wanted, held, room), min(wanted, held + room)
     if replicas is None:
-        assert min(wanted, held + room) not in sizes
+        assert possible < least or possible >= sizes[-1] + step
     else:
         assert replicas in sizes
-        assert replicas <= held + room
-        assert replicas == wanted or replicas == held + room < wanted
+        assert possible - step < replicas <= possible
+
+
+@pytest.mark.parametrize(("left", "staying"), [
+    ([0, 2, 3, 4, 5], (2, 3, 4, 5)), ([0, 1, 3, 4], (0, 1, 3, 4)), ([1, 2, 4], (1, 2)), ([1, 4, 5], (4, 5)),
+    ([3], None),
+])  # fmt: skip
+def test_job_without_some_replicas_continues_with_expert_groups_that_are_whole_first(left, staying):
+    job = spread(data=6, elastic={"min_data": 2})
+    assert staying_replicas(sizes_of(job), job.layout, left) == staying
 
 
 def test_a_size_that_some_batch_cannot_feed_is_refused_when_the_spec_is_read():
@@ -86,6 +113,9 @@ def test_a_size_that_some_batch_cannot_feed_is_refused_when_the_spec_is_read():
 def test_size_out_of_bounds_error_names_the_allowed_sizes():
     assert str(SizeOutOfBounds("job_1", 9, range(1, 5))) == (
         "job_1 cannot run with 9 replicas: its elastic.min_data..max_data is 1..4"
+    )
+    assert str(SizeOutOfBounds("job_1", 3, range(2, 9, 2))).endswith(
+        "is 2..8 in steps of 2, whole groups of parallel.expert"
     )
     assert "its size is fixed" in str(SizeOutOfBounds("job_1", 9, range(2, 3)))
 
@@ -106,7 +136,16 @@ def reshaping(**parallel):
 ])  # fmt: skip
 def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowed(parallel, shapes):
     assert shapes_of(spec()) == [spec()]
-    assert [sizes_of_shape(shape.layout) for shape in shapes_of(reshaping(**parallel))] == shapes
+    assert [sizes_of_shape(shape.layout)[:3] for shape in shapes_of(reshaping(**parallel))] == shapes
+
+
+def test_experts_of_a_reshaping_job_are_spread_over_fewer_ranks_where_too_few_replicas_fit():
+    shapes = shapes_of(spread(4, elastic={"min_data": 1, "reshape": True}, parallel={"tensor": 2}))
+    assert [sizes_of_shape(shape.layout)[::3] for shape in shapes] == [(2, 4), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)]
+    found = [fitting(shapes, 4, on(a=free)) for free in (4, 3, 2, 1)]
+    assert [each and (sizes_of_shape(each.layout)[::3], each.layout.data) for each in found] == [
+        ((2, 2), 2), ((2, 1), 1), ((2, 1), 1), ((1, 1), 1)]  # fmt: skip
+    assert all(find_problems(each) == [] for each in found)
 
 
 @pytest.mark.parametrize("parallel", [
@@ -146,8 +185,8 @@ def test_units_that_a_job_releases_are_free_on_their_node_up_to_its_total(before
     assert with_freed_units(on(**before), released) == Capacity("manta_slot", 8, free, nodes)
 
 
-def stored(tensor=None, pipeline=None, replicas=None, context=None):
-    return SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas, context=context)
+def stored(tensor=None, pipeline=None, replicas=None, context=None, expert=None):
+    return SimpleNamespace(tensor=tensor, pipeline=pipeline, replicas=replicas, context=context, expert=expert)
 
 
 def test_layout_in_use_is_the_submitted_one_with_the_stored_sizes():
@@ -155,6 +194,9 @@ def test_layout_in_use_is_the_submitted_one_with_the_stored_sizes():
     reshaped = submitted.model_copy(update={"elastic": submitted.elastic.model_copy(update={"reshape": True})})
     for shape in shapes_of(reshaped):
         assert in_use(submitted, stored(*sizes(shape), shape.layout.context)).layout == shape.layout
+    for shape in shapes_of(spread(4, parallel={"expert_dispatch": "all_to_all"}, elastic={"reshape": True})):
+        of_shape = stored(*sizes(shape), expert=shape.layout.expert_size)
+        assert layout_in_use(spread(4, parallel={"expert_dispatch": "all_to_all"}).layout, of_shape) == shape.layout
 
 
 @pytest.mark.parametrize("sequence_parallel", [None, False, True])

@@ -138,6 +138,27 @@ async def test_elastic_job_continues_without_a_replica_that_lost_its_places(two_
     assert cluster.nothing_held
 
 
+async def test_job_with_spread_experts_continues_with_expert_groups_that_are_whole(two_replicas, tmp_path):
+    cluster = FakeCluster(tmp_path, one=2, two=2, three=2, four=2)
+    moe = {"experts": 2, "per_token": 2, "ffn_hidden_size": 16}
+    job = two_replicas(
+        cluster,
+        model={"family": "llama", "layers": 2, "hidden_size": 32, "heads": 2, "sequence_length": 8, "moe": moe},
+        parallel={"tensor": 2, "data": 4, "expert": 2},
+        elastic={"min_data": 2},
+    )
+    await job.train(1)
+    cluster.lose_node("one")
+    job.supervisor.tell(NodeLost("one", "gone"))
+    await job.watched(2)
+    assert [agent.node for agent in job.ranks] == ["three", "three", "four", "four"]
+    assert len(cluster.groups.held) == 2, "the places of the other replica of the broken group are given back"
+    await job.finish(2)
+    assert job.message("shrunk") == "continues with 2 replicas: no slots are free for more"
+    assert (job.row.replicas, job.row.expert) == (2, 2)
+    assert cluster.nothing_held
+
+
 async def test_job_without_places_waits_in_the_queue_and_resumes(two_replicas, tmp_path):
     cluster = FakeCluster(tmp_path, one=2, two=2)
     job = two_replicas(cluster, parallel={"tensor": 2, "data": 2, "zero": 0})

@@ -16,7 +16,7 @@ from manta.workers.step_traces.assembly import StepTrace, TracedRank
 from manta.workers.timing.recording import Slice, TracedStep
 
 JOB = spec(train={"micro_batch_size": 2}, parallel={"pipeline": 2})
-WITHOUT_CONTEXT = [name for name in budget.PARTS if name != "context"]
+OF_EVERY_JOB = [name for name in budget.PARTS if name not in budget.ONLY_SOME_HAVE]
 
 
 def seconds_of(parts):
@@ -28,7 +28,7 @@ def test_parts_of_a_trace_are_its_steps_and_the_bubble_is_the_schedules(shape, f
     kind, stages, virtual_stages, _ = shape
     timeline = timeline_of(*shape, PassTimes(forward, backward, backward))
     parts = budget.of_trace(trace_of(kind, stages, virtual_stages, timeline), JOB)
-    assert [part.name for part in parts] == WITHOUT_CONTEXT
+    assert [part.name for part in parts] == OF_EVERY_JOB
     known = seconds_of(parts)
     assert sum(known.values()) == pytest.approx(timeline.makespan, rel=1e-6)
     assert known["bubble"] == pytest.approx(timeline.makespan - timeline.work, abs=1e-5)
@@ -104,7 +104,7 @@ def test_budget_from_the_ledger_leaves_the_rest_unknown(mfu):
 
 def test_parts_of_a_plan_are_the_planned_step():
     names = ["arithmetic", "products", "elementwise", "recomputation", "tensor", "host", "bubble"]
-    names += ["gradients", "optimizer", "replicas", "context"]
+    names += ["gradients", "optimizer", "replicas", "context", "expert"]
     shares = [Share(name, 2.0**place, f"what {name} is", "") for place, name in enumerate(names)]
     parts = budget.of_plan(shares)
     assert [part.name for part in parts] == list(budget.PARTS)
@@ -140,7 +140,7 @@ def test_a_planned_step_has_a_lane_for_each_stage():
         assert (kinds.count("forward"), kinds.count("backward"), kinds.count("optimizer")) == (8, 8, 1)
         ends = [each["end"] for each in rank["slices"]]
         assert ends == sorted(ends) and ends[-1] <= planned.seconds == rank["steps"][0]["end"]
-    assert [part.name for part in planned.parts] == WITHOUT_CONTEXT
+    assert [part.name for part in planned.parts] == OF_EVERY_JOB
     (optimizer,) = [part.seconds for part in planned.parts if part.name == "optimizer"]
     update = planned.ranks[0]["slices"][-1]
     assert (update["kind"], update["end"] - update["start"]) == ("optimizer", pytest.approx(optimizer, abs=1e-6))

@@ -136,7 +136,7 @@ def test_gang_unknown_to_a_restored_database_is_recorded_rank_by_rank(store, sub
 
     store.write(run)
     agents = {rank: {"actor": f"a{rank}", "node": "n", "device": "cpu", "pid": 10 + rank} for rank in (0, 2)}
-    gang = restored.NewerGang(4, 2, 1, 2, 1, agents)
+    gang = restored.NewerGang(4, 2, 1, 2, 1, 1, agents)
     assert store.write(lambda s: restored.take_over(s, job.id, gang)) is True
     with store.read() as session:
         row, life = jobs.get(session, job.id), generations.of_job(session, job.id)[-1]
@@ -172,6 +172,6 @@ def test_restored_job_adopts_a_newer_gang_unless_it_succeeded_or_was_cancelled(s
         row.state, row.generation = known, 1
 
     store.write(remember)
-    gang = restored.NewerGang(2, 1, 1, 1, 1, {})
+    gang = restored.NewerGang(2, 1, 1, 1, 1, 1, {})
     assert store.write(lambda s: restored.take_over(s, job.id, gang)) is (becomes is not None)
     assert store.query(jobs.get, job.id).state == (becomes or known)

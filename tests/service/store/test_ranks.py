@@ -1,10 +1,11 @@
 """Ranks: places, states, and samples of their numbers."""
 
 import pytest
+from sqlalchemy import select
 
 from manta.service.store import generations, jobs, ranks
 from manta.service.store.ranks import SLOTS
-from manta.service.store.tables import Rank
+from manta.service.store.tables import Rank, RankNumbers
 from manta.workers.liveness.rank_samples import EVERY_SECONDS, RankSample, packed
 
 
@@ -105,6 +106,21 @@ def test_newest_rank_numbers_are_those_of_the_running_generation(store, job):
     assert newest(store, job) is None, "what runs now is another process, perhaps elsewhere"
     keep(store, job, (10, 4, [0.25]), generation=2)
     assert newest(store, job).step == 4
+
+
+def test_expert_tokens_are_kept_of_the_newest_sample_only(store, job):
+    assert store.query(ranks.expert_tokens, job) is None
+
+    def write(session):
+        for step in (3, 4):
+            sample = RankSample(step, 1.0, None, packed([1.0]), expert_tokens=packed([step, 70_000.0]))
+            ranks.store_numbers(session, job, 1, sample, step * EVERY_SECONDS)
+
+    store.write(write)
+    assert store.query(ranks.expert_tokens, job) == (4, [4.0, 70_000.0])
+    with store.read() as session:
+        kept = session.scalars(select(RankNumbers.expert_tokens).order_by(RankNumbers.slot))
+        assert [tokens is None for tokens in kept] == [True, False]
 
 
 def test_rank_history_is_oldest_first_and_limited_by_first_step_and_count(store, job):

@@ -157,6 +157,7 @@ def test_start_span_has_job_and_layout_attributes():
         "manta.cause": "cause 1", "manta.resume_source": "start", "manta.resume_step": 0, "manta.ranks": 6,
         "manta.layout.tensor": 2, "manta.layout.pipeline": 1, "manta.layout.data": 3,
         "manta.layout.context": 1,
+        "manta.layout.expert": 1,
     }  # fmt: skip
     assert start.attributes == which | what
     assert all(part.attributes == which for part in parts)

@@ -1,4 +1,5 @@
-"""Any of seventeen layouts reads what any other wrote: parameters and moments to the bit."""
+"""Any of seventeen layouts reads what any other wrote: parameters and moments to the bit; also with experts that are
+spread over ranks."""
 
 from __future__ import annotations
 
@@ -43,6 +44,18 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "c4 zero 0": {"context": 4, "zero": 0},
     "p2 d2, one layer and three": {"pipeline": 2, "data": 2, "stage_layers": [1, 3]},
 }  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "e1": {},
+    "e1 t2": {"tensor": 2},
+    "e2": {"data": 2, "expert": 2},
+    "e3 t2 small buckets": {"data": 3, "expert": 3, "tensor": 2, **SMALL},
+    "e2 d4 zero 0 small buckets": {"data": 4, "expert": 2, "zero": 0, **SMALL},
+    "e3 d6": {"data": 6, "expert": 3, "expert_dispatch": "all_to_all"},
+    "e2 t2 c2 d2": {"data": 2, "context": 2, "expert": 2, "tensor": 2},
+    "e2 p2 zb-v": {"pipeline": 2, "data": 2, "expert": 2, "schedule": "zb-v", "virtual_stages": 2},
+}
+"""Layouts of a model of experts."""
+ALL = LAYOUTS | EXPERTS
 WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
 GOING_ON = (
@@ -58,6 +71,13 @@ GOING_ON = (
 TIED = {"hidden_size": 16, "bias": False}
 PARTS = ("model", *OptimizerConfig().moments)
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
+OF_EXPERTS = {
+    "family": "llama", "hidden_size": 16, "ffn_hidden_size": 24, "bias": False,
+    "moe": {
+        "experts": 6, "per_token": 2, "ffn_hidden_size": 10, "every": 2, "shared": 1,
+        "balance": {"bias_rate": 0.001},
+    },
+}  # fmt: skip
 Whole = dict[str, torch.Tensor]
 
 
@@ -100,8 +120,8 @@ def resaved(first, ranks, corpus, tmp_path_factory) -> dict[str, Resaved]:
 
 def written_by(layout: str, model: dict[str, Any], ranks: Any, corpus: str, folder: Path, **train: Any) -> RankFiles:
     """Train from the start in one layout, and save."""
-    document = job(corpus, LAYOUTS[layout], model=model, train=train)
-    by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_save, document, str(folder), SAVED_STEP)
+    document = job(corpus, ALL[layout], model=model, train=train)
+    by_rank = ranks.run(ParallelConfig(**ALL[layout]), train_and_save, document, str(folder), SAVED_STEP)
     written = RankFiles(newest(folder), content_of(newest(folder)))
     assert_is(written.content, (each for rank in by_rank for each in rank.loaded))
     assert all(tensor.count_nonzero() for tensor in state_by_torch(written.path).values()), "all has been trained"
@@ -112,9 +132,9 @@ def resaved_by(
     layout: str, model: dict[str, Any], path: Path, ranks: Any, corpus: str, folder: Path, **train: Any
 ) -> Resaved:
     """Load in another layout, and save from there."""
-    document, more = job(corpus, LAYOUTS[layout], model=model, train=train), int(layout in GOING_ON)
+    document, more = job(corpus, ALL[layout], model=model, train=train), int(layout in (*GOING_ON, *EXPERTS))
     arguments = (document, str(path), SAVED_STEP, str(folder), more)
-    by_rank = ranks.run(ParallelConfig(**LAYOUTS[layout]), load_and_save, *arguments)
+    by_rank = ranks.run(ParallelConfig(**ALL[layout]), load_and_save, *arguments)
     return Resaved(newest(folder), by_rank)
 
 
@@ -203,6 +223,28 @@ def test_frozen_weights_in_units_are_written_once_and_read_bit_for_bit_by_other_
         assert_kept(written, resaved)
         assert manifest_of(resaved.path).frozen == manifest_of(written.path).frozen is not None
         assert resaved.path != written.path
+
+
+def test_state_with_spread_experts_is_bit_equal_over_a_chain_of_layouts(ranks, corpus, tmp_path):
+    """Weights, moments and the routers' bias; and all go on alike."""
+    first = written_by("e3 t2 small buckets", OF_EXPERTS, ranks, corpus, tmp_path / "first")
+    path, bias, numbers = first.path, manifest_of(first.path).small["router_bias"], {}
+    assert any(bias)
+    for layout in EXPERTS:
+        resaved = resaved_by(layout, OF_EXPERTS, path, ranks, corpus, tmp_path / layout)
+        assert_kept(first, resaved)
+        path, numbers[layout] = resaved.path, [rank.statistics[0] for rank in resaved.by_rank]
+        assert manifest_of(path).small["router_bias"] == bias
+    expected = numbers["e1"][0]
+    assert all(each == pytest.approx(expected, rel=1e-5) for of_layout in numbers.values() for each in of_layout)
+
+
+def test_frozen_spread_experts_are_written_once_and_read_by_other_layouts(ranks, corpus, tmp_path):
+    train = {"frozen": ["layers.1.mlp.experts", "layers.0"]}
+    written = written_by("e2 d4 zero 0 small buckets", OF_EXPERTS, ranks, corpus, tmp_path / "first", **train)
+    for layout in ("e3 d6", "e2 t2 c2 d2"):
+        resaved = resaved_by(layout, OF_EXPERTS, written.path, ranks, corpus, tmp_path / layout, **train)
+        assert_kept(written, resaved)
 
 
 def readers_of(document: dict[str, Any]) -> list[tuple[tuple[Rectangle, ...], int]]:

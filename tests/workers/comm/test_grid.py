@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manta.workers.comm.grid import Coordinates, RankGrid, state_groups, state_peers
+from manta.workers.comm.grid import AXES, Coordinates, RankGrid, state_groups, state_peers
 from manta.workers.config import ParallelConfig
 
 small = st.integers(1, 4)
 grids = st.builds(
-    lambda t, p, d, c: RankGrid(ParallelConfig(tensor=t, pipeline=p, data=d, context=c)), small, small, small, small
+    lambda t, p, d, c, e: RankGrid(ParallelConfig(tensor=t, pipeline=p, data=d * e, context=c, expert=e)),
+    *(small, small, small, small, small),
 )
-axes = st.sampled_from(["tensor", "pipeline", "data", "context", "holders", "embedding", "world"])
+axes = st.sampled_from(AXES)
 
 
 def test_tensor_ranks_are_neighbours_then_stages_then_replicas():
@@ -66,6 +67,20 @@ def test_holders_of_the_same_parameters_are_the_ranks_of_all_replicas_and_contex
 
 
 @given(grids)
+def test_experts_are_spread_over_neighbouring_holders_and_held_by_one_of_each_group(grid):
+    assert ("expert" in grid.axes) == ("expert_holders" in grid.axes) == (grid.expert > 1)
+    for holders in grid.groups("holders"):
+        groups = [grid.group("expert", rank) for rank in holders]
+        assert [each for number, each in enumerate(groups) if number % grid.expert == 0] == [
+            holders[first : first + grid.expert] for first in range(0, len(holders), grid.expert)
+        ]
+        for rank, group in zip(holders, groups, strict=True):
+            alike = grid.group("expert_holders", rank)
+            assert [grid.group("expert", each).index(each) for each in alike] == [group.index(rank)] * len(alike)
+            assert alike == sorted(alike) and len(alike) * grid.expert == len(holders) and rank in alike
+
+
+@given(grids)
 def test_embedding_group_is_the_first_and_last_stage(grid):
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
@@ -95,10 +110,13 @@ def test_embedding_group_under_zb_v_is_a_single_rank():
 
 
 @pytest.mark.parametrize("zero", [0, 1])
-@given(small, small, small, small)
-def test_state_groups_match_the_state_peers_of_each_rank(zero, tensor, pipeline, data, context):
-    layout = ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context, zero=zero)
+@given(grids)
+def test_state_groups_match_the_state_peers_of_each_rank(zero, grid):
+    layout = ParallelConfig(
+        **{axis: getattr(grid, axis) for axis in ("tensor", "pipeline", "data", "context", "expert")}, zero=zero
+    )
     groups = state_groups(layout)
-    assert groups == sorted(groups) and all(len(group) == layout.holders // layout.state_shards for group in groups)
+    size = 1 if zero else layout.expert_holders
+    assert groups == sorted(groups) and all(len(group) == size for group in groups)
     group_of = {rank: group for group in groups for rank in group}
     assert group_of == {rank: state_peers(layout, rank) for rank in range(layout.world_size)}

@@ -9,13 +9,15 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from group_programs import Start, Sum
 from job_cover import FACTORS, LAYOUTS, SCHEDULES, Row, covering, job_of
 from nccl_rules import findings, least_kernels_at_once
 from recorded_jobs import Programs, recorded_job
-from spoiled_programs import OF_LARGE_MODELS, SPOILERS, spoiled
+from spoiled_programs import OF_EXPERTS, OF_LARGE_MODELS, SPOILERS, spoiled
 
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, MoeConfig
+from manta.workers.parallel.experts import layer as experts
 
 PLAIN: Row = {name: values[0] for name, values in FACTORS.items()}
 STEPS = 2
@@ -147,6 +149,52 @@ def test_every_order_mistake_of_hops_and_of_units_is_found(corpus):
     assert_sound(programs)
     made = dict(spoiled(programs, 1, OF_LARGE_MODELS))
     assert set(made) == set(OF_LARGE_MODELS)
+    for name, with_mistake in made.items():
+        assert findings(with_mistake), name
+
+
+def of_experts(schedule: str, layout: tuple[int, int, int], dispatch: str, corpus: str, **more: object) -> JobSpec:
+    """A job whose experts are spread over two ranks."""
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "first_dense": 1}
+    parallel = {"expert": 2, "expert_dispatch": dispatch, "bucket_megabytes": 0.01}
+    return job_of(row(schedule, layout, family="llama", **more), corpus, model={"moe": moe}, parallel=parallel)
+
+
+def alike(scores_ne: torch.Tensor, bias_e: torch.Tensor | None, moe: MoeConfig) -> torch.Tensor:
+    """A choice that depends on the token's number alone, so that recorded ranks, which do not hear of each other, know
+    how much comes from others: these have as many tokens."""
+    first_n1 = torch.arange(len(scores_ne)).unsqueeze(1)
+    return ((first_n1 + torch.arange(moe.per_token)) % moe.experts).sort(1).values.to(torch.int32)
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize(
+    ("schedule", "layout", "more"),
+    [
+        ("1f1b", (1, 1, 4), {"recompute": "full", "zero": 0}),
+        ("zb-v", (1, 2, 2), {}),
+        ("1f1b", (2, 2, 2), {"precision": "bf16", "recompute": "full"}),
+        ("1f1b", (1, 1, 2), {"context_method": "ring"}),
+        *(pytest.param(each, (2, 2, 2), {"recompute": "full"}, marks=pytest.mark.soak) for each in SCHEDULES),
+    ],
+)
+def test_exchanges_of_experts_obey_the_nccl_order_rules(
+    corpus, tmp_path, monkeypatch, schedule, layout, more, dispatch
+):
+    monkeypatch.setattr(experts, "chosen_experts", alike)
+    programs = recorded_job(of_experts(schedule, layout, dispatch, corpus, **more), 1, tmp_path)
+    assert_sound(programs)
+    groups = {each.on.group.partition(" ")[0] for each in programs[0] if isinstance(each, Start)}
+    assert "expert" in groups and ("expert_holders" in groups) == (layout[2] > 2 or "context_method" in more)
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_every_order_mistake_in_exchanges_of_experts_is_found(corpus, monkeypatch, dispatch):
+    monkeypatch.setattr(experts, "chosen_experts", alike)
+    programs = recorded_job(of_experts("zb-h1", (1, 2, 2), dispatch, corpus), 1)
+    assert_sound(programs)
+    made = dict(spoiled(programs, 1, OF_EXPERTS[dispatch]))
+    assert set(OF_EXPERTS[dispatch]) - set(made) <= {"rows' numbers is not waited for"}, "which the host alone reads"
     for name, with_mistake in made.items():
         assert findings(with_mistake), name
 

@@ -20,6 +20,7 @@ from manta.workers.data.batch_plan import (
     changed_sample_keys,
     leaf_share,
     micro_batches,
+    most_samples,
     replica_micro_batches,
     replica_share,
 )
@@ -370,6 +371,24 @@ def test_the_first_replica_runs_most_micro_batches(batch, replicas, size):
         train = spec.train.model_copy(update={"global_batch_size": batch, "deterministic": deterministic})
         spec = spec.model_copy(update={"train": train})
         assert spec.micro_batches == len(replica_micro_batches(range(batch), spec, 0))
+
+
+@given(samples_of_a_step, st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 5))
+def test_replicas_with_spread_experts_run_equally_many_micro_batches(samples, groups, context, expert, size):
+    alone = elastic_spec(groups * expert, size)
+    train = alone.train.model_copy(update={"deterministic": "layout"})
+    layout = ParallelConfig(data=groups * expert, context=context, expert=expert)
+    spec = alone.model_copy(update={"train": train, "parallel": layout})
+    parts = [replica_micro_batches(samples, spec, replica) for replica in range(layout.data)]
+    assert list(itertools.chain(*itertools.chain(*parts))) == list(samples)
+    if expert > 1:
+        assert {len(part) for part in parts} == {len(parts[0])}
+    assert all(part for own in parts[:1] for part in own), "nobody has empty ones in every place"
+    sizes = [[len(part) for part in parts[holder // context]] for holder in range(layout.holders)]
+    for holder in range(layout.holders) if expert > 1 else ():
+        first = holder - holder % expert
+        most = [max(each) for each in zip(*sizes[first : first + expert], strict=True)]
+        assert most_samples(samples, spec, *divmod(holder, context)) == most
 
 
 A_AND_B = {"source": "text", "paths": ["/data/a/t.txt", "/data/b/t.txt"], "tokenizer": "/data/tokenizer.json"}

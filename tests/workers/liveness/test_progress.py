@@ -166,7 +166,7 @@ def test_record_of_a_release_that_counts_less_is_read_with_zeros(tmp_path):
         writer.entered(what)
     path.write_bytes(path.read_bytes()[: progress.Layout.later_counts.offset])
     reader = ProgressReader(path)
-    assert reader.read().counts == {**dict.fromkeys(COUNTED, 1), "context": 0, "holders": 0}
+    assert reader.read().counts == {**dict.fromkeys(COUNTED, 1), **dict.fromkeys(COUNTED[-4:], 0)}
     reader.close()
 
 

@@ -111,8 +111,14 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
             **dict.fromkeys(("tensor", "pipeline", "data", "context"), small),
             "context_method": st.sampled_from([None, "all_gather", "all_to_all", "ring"]),
             "context_order": st.sampled_from([None, "zigzag", "contiguous"]),
+            "expert": st.none() | small,
         }
     ),
+    moe=st.none()
+    | st.fixed_dictionaries(
+        dict.fromkeys(("experts", "per_token", "ffn_hidden_size", "first_dense", "groups", "groups_per_token"), small)
+    ),
+    least=st.none() | small,
     schedule=schedules,
     virtual_stages=st.integers(1, 4),
     stage_layers=st.none() | st.lists(small, min_size=1, max_size=4),
@@ -129,6 +135,8 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
         "deterministic": "layout",
     },
     axes={"tensor": 3, "pipeline": 2, "data": 2},
+    moe=None,
+    least=None,
     schedule="gpipe",
     virtual_stages=2,
     stage_layers=[1, 1],
@@ -136,13 +144,13 @@ ramps = st.none() | st.fixed_dictionaries({"start": small, "increment": small, "
     most=1,
 )
 def test_following_the_advice_always_leads_to_a_spec(
-    model, width, train, axes, schedule, virtual_stages, stage_layers, split, most
+    model, width, train, axes, moe, least, schedule, virtual_stages, stage_layers, split, most
 ):
-    model = {**model, "hidden_size": 8 * width}
+    model = {**model, "hidden_size": 8 * width, "family": "llama" if moe else "gpt", "moe": moe}
     layout = {**axes, "schedule": schedule, "virtual_stages": virtual_stages, "sequence_parallel": split}
     layout["stage_layers"] = stage_layers
-    spec = document(model=model, train=train, parallel=layout, elastic={"max_data": most})
-    for _ in range(20):  # more than there are keys that advice may change
+    spec = document(model=model, train=train, parallel=layout, elastic={"min_data": least, "max_data": most})
+    for _ in range(30):  # more than there are keys that advice may change
         problems = problems_of(spec)
         if not problems:
             return
@@ -308,3 +316,16 @@ def test_a_name_that_no_file_can_have_is_a_problem_of_the_spec(tmp_path, name):
 def test_unknown_key_is_answered_with_the_one_that_is_meant_or_all(key, meant):
     with pytest.raises(SpecError, match=re.escape(f"train.{key}: unknown key; {meant}")):
         spec(train={key: 1})
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"),
+    [
+        ("num_experts", "; did you mean model.moe.experts?"),
+        ("moe_layer_freq", "; did you mean model.moe.every?"),
+        ("capacity_factor", ": every token goes to all experts chosen for it; which tokens a capacity drops would"),
+    ],
+)
+def test_key_of_experts_in_other_programs_is_answered_with_ours_or_why_there_is_none(key, answer):
+    with pytest.raises(SpecError, match=re.escape(f"model.moe.{key}: unknown key{answer}")):
+        spec(model={"moe": {"experts": 4, "per_token": 2, "ffn_hidden_size": 16, key: 1}})

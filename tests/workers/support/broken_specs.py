@@ -5,7 +5,73 @@ from __future__ import annotations
 from typing import Any
 
 LATENT = {"kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4}
+
+
+def experts(moe: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
+    """Sections of a small model with experts, four unless `moe` says otherwise."""
+    small = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16, **(moe or {})}
+    return {"model": {"family": "llama", "moe": small, **(model or {})}, **sections}
+
+
+FP8 = {"fp8": "rowwise", "precision": "bf16"}
 RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
+    ("experts without a gate", experts(model={"family": "gpt"}), "model.moe",
+     "gpt has no gated MLP, which experts are", "null"),
+    ("experts of others", experts(model={"family": "custom", "entrypoint": "a.b:c"}), "model.moe",
+     "a custom model builds its own layers", "null"),
+    ("experts with biases", experts(model={"bias": True}), "model.bias", "experts have no biases", "false"),
+    ("no layer left for experts", experts({"first_dense": 4}), "model.moe.first_dense",
+     "no layer after the first 4 would have experts: model.layers is 4", "3"),
+    ("no layer left for experts in every third", experts({"first_dense": 3, "every": 3}), "model.moe.first_dense",
+     "no layer after the first 3 would have experts", "2"),
+    ("experts beyond the last layer", experts({"every": 5}), "model.moe.every", "no layer would have experts", "4"),
+    ("more experts of a token than there are", experts({"per_token": 5}), "model.moe.per_token",
+     "per_token (5) must be at most experts (4)", "4"),
+    ("unequal groups of experts", experts({"groups": 3, "groups_per_token": 2}), "model.moe.groups",
+     "groups (3) must divide experts (4)", "2"),
+    ("more groups of a token than there are", experts({"groups": 2, "groups_per_token": 3}),
+     "model.moe.groups_per_token", "groups_per_token (3) must be at most groups (2)", "2"),
+    ("too few experts in the chosen groups", experts({"experts": 8, "per_token": 3, "groups": 4}),
+     "model.moe.groups_per_token", "1 of 4 groups have 2 experts, fewer than per_token (3)", "2"),
+    ("a weight that is always 1", experts({"per_token": 1}), "model.moe.normalise",
+     "the weight of a token's only expert is always 1", "false"),
+    ("a width without shared experts", experts({"shared_ffn_hidden_size": 8}), "model.moe.shared_ffn_hidden_size",
+     "has no effect: model.moe.shared is 0", "null"),
+    ("a gate without shared experts", experts({"shared_gate": True}), "model.moe.shared_gate",
+     "has no effect: model.moe.shared is 0", "false"),
+    ("a weight of no loss", experts({"balance": {"loss": "none", "weight": 0.1}}), "model.moe.balance.weight",
+     "has no effect: model.moe.balance.loss is none", "0.001"),
+    ("experts of a tensor group", experts({"ffn_hidden_size": 15}, parallel={"tensor": 2}),
+     "model.moe.ffn_hidden_size", "ffn_hidden_size (15) must be a multiple of parallel.tensor (2)", "14"),
+    ("shared experts of a tensor group",
+     experts({"shared": 1, "shared_ffn_hidden_size": 15}, parallel={"tensor": 2}), "model.moe.shared_ffn_hidden_size",
+     "shared_ffn_hidden_size (15) must be a multiple of parallel.tensor (2)", "14"),
+    ("ranks of no experts", {"parallel": {"expert": 2, "data": 2}}, "parallel.expert",
+     "has no effect: the model has no experts", "null"),
+    ("a dispatch to one rank", experts(parallel={"expert_dispatch": "all_to_all"}), "parallel.expert_dispatch",
+     "has no effect: parallel.expert is 1", "null"),
+    ("experts on more ranks than replicas", experts(parallel={"expert": 2}), "parallel.expert",
+     "expert (2) must divide parallel.data (1): experts are spread over replicas", "1"),
+    ("experts on ranks of several contexts", experts(parallel={"expert": 4, "data": 3, "context": 2}),
+     "parallel.expert", "expert (4) must divide parallel.data x context (6)", "2"),
+    ("unequal numbers of experts", experts(parallel={"expert": 3, "data": 3}), "parallel.expert",
+     "expert (3) must divide model.moe.experts (4)", "1"),
+    ("a part of an expert group at least", experts(parallel={"expert": 2, "data": 4}, elastic={"min_data": 1}),
+     "elastic.min_data", "must be a multiple of 2: replicas come and go in whole groups of parallel.expert (2)", "2"),
+    ("a part of an expert group at most", experts(parallel={"expert": 2, "data": 4}, elastic={"max_data": 7}),
+     "elastic.max_data", "must be a multiple of 2", "6"),
+    ("a part of an expert group of contexts",
+     experts(parallel={"expert": 4, "data": 2, "context": 2}, elastic={"max_data": 3}), "elastic.max_data",
+     "must be a multiple of 2", "2"),
+    ("spread experts in parts", experts(parallel={"expert": 2, "data": 2, "zero": 3}), "parallel.zero",
+     "not supported yet with parallel.expert 2", "1"),
+    ("elastic sums of spread experts",
+     experts(parallel={"expert": 2, "data": 2}, train={"deterministic": "elastic"}), "train.deterministic",
+     "not supported yet with parallel.expert 2", "layout"),
+    ("adapters of experts", experts(train={"lora": {"targets": ["q", "gate"]}}), "train.lora.targets",
+     "with model.moe only attention is adapted; its targets are q, k, v, o", "[q]"),
+    ("graphs and experts", experts(train={"cuda_graphs": True}), "train.cuda_graphs",
+     "not supported with model.moe: how many tokens an expert gets differs between micro-batches", "false"),
     ("heads", {"model": {"heads": 5}}, "model.heads", "heads (5) must divide hidden_size (32)", "4"),
     ("heads of a tensor group", {"model": {"heads": 3}, "parallel": {"tensor": 4}}, "model.heads",
      "heads (3) must divide hidden_size (32)", "4"),
@@ -418,6 +484,12 @@ ALLOWED: list[tuple[str, dict[str, Any]]] = [
     ("nothing but decay", {"train": {"optimizer": {"schedule": "wsd", "decay_fraction": 1.0}}}),
     ("a constant rate below the default of the smallest", {"train": {"optimizer": {"schedule": "constant",
                                                                                   "learning_rate": 1e-5}}}),
+    ("no dense layer that tensor ranks would share",
+     experts(model={"ffn_hidden_size": 71, "sequence_length": 16, "head_dim": 16}, train=FP8, parallel={"tensor": 2})),
+    ("all of many", experts({"experts": 8, "per_token": 4, "groups": 4, "groups_per_token": 2, "shared": 2,
+                             "shared_gate": True}, parallel={"expert": 4, "data": 2, "context": 2, "zero": 0})),
+    ("frozen experts", experts(train={"frozen": ["layers.0-1.mlp.experts.2-3", "layers.*.mlp.router"]})),
+    ("adapters beside experts", experts(train={"lora": {}})),
     ("one learning rate throughout", {"train": {"optimizer": {"learning_rate": 1e-4}}}),
 ]  # fmt: skip
 """Name and sections of what breaks none."""

@@ -128,7 +128,7 @@ def _look(trainer: Trainer) -> RankOutcome:
         for part in optimizer.parts()
         for each in placed(engine, part.name, torch.cat(part.tensors), optimizer.held)
     ]
-    loaded += placed(engine, "model", optimizer.frozen, optimizer.frozen_stored)
+    loaded += placed(engine, "model", torch.cat(optimizer.frozen or [torch.empty(0)]), optimizer.frozen_stored)
     computing = placed(engine, "model", engine.flat.parameters, engine.flat.values.ranges)
     return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
 

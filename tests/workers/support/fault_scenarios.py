@@ -77,6 +77,8 @@ class PlannedFault:
     """Ranks that end with it: also killed, or on the node that is left."""
     loses_memory: bool = False
     """Whether the snapshots of those that end are gone too."""
+    during: tuple[str, str] | None = None
+    """Only messages within this pass (forward, backward or recompute) and function of the exchange of experts count."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,18 @@ def world_size(parallel: dict[str, Any]) -> int:
     return int(parallel["tensor"] * parallel["pipeline"] * parallel["data"] * parallel["context"])
 
 
+EXPERT_FACTORS: Factors = FACTORS | {
+    "experts": ("all_gather", "all_to_all"),
+    "zero": (1, 0),
+    "deterministic": ("layout",),
+    "recompute": ("none", "full"),
+    "frozen": ((), ("embedding", "layers.0.mlp.experts")),
+    "lora": (False,),
+    "layout": ((2, 1, 2), (1, 2, 2), (1, 1, 3), (1, 1, 4)),
+}
+"""Of jobs whose experts are spread over ranks by this exchange."""
+
+
 def scenario_of(row: Row, seed: str, corpus: str) -> Scenario:
     """The scenario that a row stands for; the rest is drawn. Raises SpecError, NotWanted."""
     draw = random.Random(f"{seed} {sorted(row.items())}")
@@ -153,10 +167,10 @@ def covering_scenarios(corpus: str, factors: Factors = FACTORS) -> list[tuple[Ro
     return cover(factors, lambda row: scenario_of(row, "cover", corpus))
 
 
-def drawn_scenario(seed: str, corpus: str) -> tuple[Row, Scenario] | None:
+def drawn_scenario(seed: str, corpus: str, factors: Factors = FACTORS) -> tuple[Row, Scenario] | None:
     """A scenario with all factors drawn; None if they are no valid one."""
     draw = random.Random(seed)
-    row = {name: draw.choice(values) for name, values in FACTORS.items()}
+    row = {name: draw.choice(values) for name, values in factors.items()}
     if row["layout"][1] == 1:
         row["schedule"] = "1f1b"
     if row["first"] != "kill" and row["memory"] == "lost":
@@ -179,7 +193,15 @@ def _parallel(row: Row, layout: Layout, context: int) -> dict[str, Any]:
     keys = {key: row[key] for key in ("zero", "recompute", "gather")}
     keys |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
     keys |= {"context": context, "context_method": row["context_method"] if context > 1 else None}
+    if "experts" in row:
+        keys |= spread(layout[2] * context, row["experts"])
     return {**axes(layout), **keys, "sequence_parallel": tensor > 1, "bucket_megabytes": 0.01}
+
+
+def spread(holders: int, dispatch: str) -> dict[str, Any]:
+    """Experts over as many as divide the ranks with the same parameters, if more than one do."""
+    size = next((size for size in (2, 3) if holders % size == 0), 1)
+    return {} if size == 1 else {"expert": size, "expert_dispatch": dispatch}
 
 
 def _contexts(row: Row) -> int:
@@ -250,8 +272,10 @@ def _fault(
 
 
 def _document(row: Row, parallel: dict[str, Any], corpus: str) -> dict[str, Any]:
+    moe = {"experts": 6, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "balance": {"bias_rate": 0.01}}
+    experts = {"family": "llama", "moe": moe} if "experts" in row else {}
     return document(
-        model={"layers": 4, "hidden_size": 16, "kv_heads": 2, "dropout": row["dropout"]},
+        model={"layers": 4, "hidden_size": 16, "kv_heads": 2, "dropout": row["dropout"], **experts},
         data={"paths": [corpus], "validation_fraction": 0.1},
         train={
             "steps": STEPS, "global_batch_size": BATCH,

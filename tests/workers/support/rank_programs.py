@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +24,8 @@ from manta.workers.checkpoint import checkpointer
 from manta.workers.checkpoint.durable import Rectangle, rectangles_of
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
-from manta.workers.data.batch_plan import replica_micro_batches
-from manta.workers.data.batches import MicroBatch, with_marks, with_separate_documents
+from manta.workers.data.batch_plan import most_samples, replica_micro_batches
+from manta.workers.data.batches import Documents, MicroBatch, with_marks, with_separate_documents
 from manta.workers.data.packed_conversations import Marks
 from manta.workers.engine import Engine
 from manta.workers.parallel import recompute
@@ -94,7 +94,10 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def own_micro_batches(spec: JobSpec, comm: Comm, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
     """A rank's micro-batches of a global batch of windows, as the engine cuts it."""
     runs = runs_of(spec.layout, spec.model.sequence_length, comm.index("context"))
-    return [each.part(runs) for each in micro_batches(spec, comm.index("data"), windows, step)]
+    replica, context = comm.index("data"), comm.index("context")
+    most = most_samples(range(len(windows)), spec, replica, context)
+    batches = micro_batches(spec, replica, windows, step)
+    return [replace(each.part(runs), most_samples=n) for each, n in zip(batches, most, strict=True)]
 
 
 def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int = 1) -> list[MicroBatch]:
@@ -106,7 +109,12 @@ def micro_batches(spec: JobSpec, replica: int, windows: torch.Tensor, step: int 
     batches = [MicroBatch(part, tokens[:, :-1].abs().t(), tokens[:, 1:].t()) for part, tokens in parts]
     if spec.data.source == "chat":
         length = windows.shape[1]
-        return [with_marks(each, [marks_of(n, length) for n in each.samples], separate=True) for each in batches]
+        marks = [[marks_of(n, length) for n in each.samples] for each in batches]
+        nothing = Documents((), length - 1)
+        return [
+            with_marks(each, of_each, separate=True) if of_each else replace(each, documents=nothing)
+            for each, of_each in zip(batches, marks, strict=True)
+        ]
     return batches if spec.data.documents == "together" else [with_separate_documents(each, END) for each in batches]
 
 
@@ -131,6 +139,25 @@ def run_steps(comm: Comm, jobs: list[dict[str, Any]], weights: list[Weights], wi
 def run_steps_offloaded(comm: Comm, *given: Any) -> list:
     """The same, and even the smallest activations go to the host where a job has some go there."""
     with mock.patch.object(recompute, "OFFLOADED_BYTES", 0):
+        return run_steps(comm, *given)
+
+
+def run_steps_beside_nothing(comm: Comm, *given: Any) -> list:
+    """The same, with micro-batches without samples before and after those of each step."""
+    with_samples = own_micro_batches
+
+    def all_of_them(spec: JobSpec, *where: Any) -> list[MicroBatch]:
+        batch = with_samples(spec, *where)
+        first, unit = batch[0], spec.layout.micro_batch_unit
+
+        def none_of(tokens: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tokens is None else tokens[:, :0]
+
+        documents = None if first.documents is None else Documents((), first.documents.length)
+        nothing = MicroBatch(range(0), none_of(first.inputs_sb), none_of(first.targets_sb), documents)
+        return [*[nothing] * unit, *batch, *[nothing] * unit]
+
+    with mock.patch(f"{__name__}.own_micro_batches", all_of_them):
         return run_steps(comm, *given)
 
 

@@ -6,9 +6,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import threading
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -250,7 +252,9 @@ class _Process:
         part = 0 if self._resumed_from is None else self._trainer.step - self._resumed_from + 1
         before, count = self._messages
         self._messages = part, count + 1 if part == before else 1
-        for fault in [each for each in self._pending if self._messages >= (each.part, each.message)]:
+        exchanging = _exchanging() if any(each.during for each in self._pending) else None
+        due = [each for each in self._pending if self._messages >= (each.part, each.message)]
+        for fault in [each for each in due if each.during in (None, exchanging)]:
             self._pending.remove(fault)
             self.record.faults.append((number, fault.kind))
             match fault.kind:
@@ -329,6 +333,22 @@ class _Process:
             state.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())  # of any type
         self.record.rank, self.record.state = self._built[1], state.hexdigest()
         self._reporter.close()
+
+
+def _exchanging() -> tuple[str, str] | None:
+    """The pass in which rows of experts are being exchanged, and the exchange's function; None outside of these."""
+    frame: FrameType | None = sys._getframe(1)
+    function, around = "", "forward"
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith("experts/dispatch.py"):
+            function = code.co_name
+        elif code.co_name == "_recompute":
+            return (function and ("recompute", function)) or None
+        elif code.co_name == "backward":
+            around = "backward"
+        frame = frame.f_back
+    return (around, function) if function else None
 
 
 def _layout(scenario: Scenario, parallel: dict[str, Any]) -> ParallelConfig:

@@ -64,6 +64,10 @@ def _of_unit(kind: str) -> Callable[[Start], bool]:
     return lambda start: isinstance(start.what, Sum) and start.what.kind == kind and "data/units.py" in start.line
 
 
+def _of_experts(kind: str) -> Callable[[Start], bool]:
+    return lambda start: isinstance(start.what, Sum) and start.what.kind == kind and "experts/" in start.line
+
+
 def _one(programs: Programs, draw: random.Random, fits: Callable[[Start], bool]) -> tuple[int, int, Start] | None:
     places = _starts(programs, fits)
     if not places:
@@ -281,18 +285,31 @@ SPOILERS: dict[str, Spoiler] = {
     "a communicator is made without one of its ranks": _made_at_first_use,
 }
 
-OF_LARGE_MODELS: dict[str, Spoiler] = {
-    f"{what} {mistake}": spoil
-    for what, fits in {
+
+def _mistakes_in(whats: dict[str, Callable[[Start], bool]]) -> dict[str, Spoiler]:
+    return {
+        f"{what} {mistake}": spoil
+        for what, fits in whats.items()
+        for mistake, spoil in {
+            "is missing": _dropped(fits),
+            "has fewer bytes": _changed(fits, _fewer_bytes),
+            "changes places with the next": _swapped(fits),
+            "is not waited for": _without_wait(used=True, fits=fits),
+        }.items()
+    }
+
+
+OF_LARGE_MODELS = _mistakes_in(
+    {
         "a hop": _is_exchange,
         "a unit's gather": _of_unit("all_gather"),
         "a unit's reduction": _of_unit("reduce_scatter"),
-    }.items()
-    for mistake, spoil in {
-        "is missing": _dropped(fits),
-        "has fewer bytes": _changed(fits, _fewer_bytes),
-        "changes places with the next": _swapped(fits),
-        "is not waited for": _without_wait(used=True, fits=fits),
-    }.items()
-}
+    }
+)
 """Mistakes in what context parallelism and ZeRO 3 communicate."""
+
+OF_EXPERTS = {
+    "all_gather": _mistakes_in({"a dispatch": _of_experts("all_gather"), "a combine": _of_experts("reduce_scatter")}),
+    "all_to_all": _mistakes_in({"rows' numbers": _of_experts("all_gather"), "an exchange": _is_exchange}),
+}
+"""Mistakes in the exchanges of experts."""

@@ -3,12 +3,14 @@ restore each work on a few long ranges instead of on hundreds of tensors.
 
 The buffers' order groups parameters by what happens to their gradients at the end of a step:
 
-    | head: matrices that are split over the tensor group | tail: tied, copied and replicated matrices, vectors |
+    | head: matrices split over the tensor group | experts | tail: tied, copied and replicated matrices, vectors |
 
 The head holds nearly everything. It is cut into buckets, whose gradients are reduced over the n ranks that hold the
-same parameters (`RankGrid.holders`) while backward still runs. Gradients of the tail first have something else to wait
-for (other tensor ranks, the other end of the pipeline), so it is one bucket, reduced last. Within each bucket, holder r
-answers for the r-th of n equal parts. Within each kind what is decayed comes first, so that it lies in a few ranges.
+same parameters (`RankGrid.holders`) while backward still runs. With expert parallelism of size e, experts have buckets
+of their own, which only n / e ranks hold; otherwise they are in the head. Gradients of the tail first have something
+else to wait for (other tensor ranks, the other end of the pipeline), so it is one bucket, reduced last. Within each
+bucket, holder r answers for the r-th of n equal parts, of experts for the (r // e)-th of n / e. Within each kind what
+is decayed comes first, so that it lies in a few ranges.
 Every parameter starts at a multiple of ALIGNMENT elements, and so does every part, so that an element meets the same
 vector instructions on every rank and layout.
 
@@ -23,7 +25,7 @@ output layer. A whole unit has memory only while it is computed (`UnitBuffers`),
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -35,7 +37,7 @@ from manta.workers.parallel.tensor.shards import NamedShard
 
 ALIGNMENT = 64
 
-_HEAD, _TAIL = "head", "tail"
+_HEAD, _EXPERTS, _TAIL = "head", "experts", "tail"
 
 Range = tuple[int, int]
 """Elements [start, end) of the flat buffers."""
@@ -128,30 +130,35 @@ class FlatParameters:
         decayed_groups: Collection[ParameterGroup] = ("linear", "embedding"),
         zero: int = 1,
         holder: int = 0,
+        expert: int = 1,
     ):
         """`holders`: number of ranks that hold the same parameters, of which this one is number `holder`;
         `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage (at
-        most 1 for a single holder), from which it follows what this rank stores."""
-        self.holders, self.holder = holders, holder
+        most 1 for a single holder, or with expert parallelism), from which it follows what this rank stores;
+        `expert`: number of neighbouring holders over which experts are spread."""
+        self.holders, self.holder, self.expert = holders, holder, expert
         self.zero = zero
+        self._in_model = {entry.parameter: number for number, entry in enumerate(shards)}
         trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
             return self._class_of(entry), entry.shard.group not in decayed_groups
 
         together = ALIGNMENT * holders
-        self.slots, begins, end = self._placed(sorted(trained, key=order), 0, cut=True)
+        self.slots, begins, end = self._placed(sorted(trained, key=order), 0, self._bucket_name)
         """Parameters that are trained."""
-        if self.by_unit and (not begins or begins[-1][0] != _TAIL):
+        has_experts = any(name == _EXPERTS for name, _ in begins)
+        if (self.by_unit or has_experts) and (not begins or begins[-1][0] != _TAIL):
             begins.append((_TAIL, _aligned(end, together)))
             end = begins[-1][1] + ALIGNMENT
         self.size = _aligned(max(end, ALIGNMENT), together)
         self.decayed = self._decayed(decayed_groups)
         """Ranges with weight decay, in order."""
         frozen = [entry for entry in shards if not entry.parameter.requires_grad]
-        if self.zero == 3:
-            frozen.sort(key=lambda entry: self._bucket_name(entry) == _TAIL)
-        self.frozen, frozen_begins, end = self._placed(frozen, self.size, cut=self.zero == 3)
+        name_of = self._bucket_name if self.zero == 3 else self._frozen_name
+        last = _TAIL if self.zero == 3 else _EXPERTS
+        frozen.sort(key=lambda entry: name_of(entry) == last)
+        self.frozen, frozen_begins, end = self._placed(frozen, self.size, name_of)
         self.total_size = _aligned(end, together)
         """Parameters that are not trained, and the number of elements of all, of which the first `size` are trained."""
         sum_dtype = torch.promote_types(dtype, torch.float32)
@@ -161,12 +168,21 @@ class FlatParameters:
             self.buckets = [*pairwise([*(start for _, start in begins), self.size])]
         elif holders > 1 and begins and begins[-1][0] == _TAIL:
             elements = int(bucket_bytes / sum_dtype.itemsize)
-            self.buckets = _buckets(begins[-1][1], self.size, together, elements)
+            ends = [*(start for _, start in begins[1:]), self.size]
+            self.buckets = []
+            for (name, start), end in zip(begins, ends, strict=True):
+                self.buckets += [(start, end)] if name == _TAIL else _buckets(start, end, together, elements)
         self.frozen_buckets = [(self.size, self.total_size)]
-        """Ranges of frozen parameters of which each holder answers for a part. Under ZeRO 3 these are units, and
-        perhaps a tail, which is whole on every rank."""
-        if self.zero == 3:
+        """Ranges of frozen parameters of which each holder answers for a part: all, or those of experts apart. Under
+        ZeRO 3 these are units, and perhaps a tail, which is whole on every rank."""
+        if frozen_begins:
             self.frozen_buckets = [*pairwise([*(start for _, start in frozen_begins), self.total_size])]
+        self._expert_ranges = [
+            (start, next((later for _, later in named if later > start), end))
+            for named, end in ((begins, self.size), (frozen_begins, self.total_size))
+            for name, start in named
+            if name == _EXPERTS
+        ]
         self.frozen_tail = self.total_size
         """First of the frozen parameters that are whole on every rank even under ZeRO 3."""
         if self.zero < 3:
@@ -209,15 +225,14 @@ class FlatParameters:
         return self.zero >= 2
 
     def _placed(
-        self, entries: Iterable[NamedShard], position: int, cut: bool
+        self, entries: Iterable[NamedShard], position: int, name_of: Callable[[NamedShard], str]
     ) -> tuple[list[Slot], list[tuple[str, int]], int]:
-        """Slots for `entries` from `position` on; names and beginnings of what can become buckets, if the entries are
-        to be `cut` into such; and the end."""
+        """Slots for `entries` from `position` on; names and beginnings of what can become buckets; and the end."""
         slots: list[Slot] = []
         begins: list[tuple[str, int]] = []
         for entry in entries:
-            name = self._bucket_name(entry)
-            if cut and (not begins or begins[-1][0] != name):
+            name = name_of(entry)
+            if not begins or begins[-1][0] != name:
                 position = _aligned(position, ALIGNMENT * self.holders)
                 begins.append((name, position))
             slots.append(Slot(entry, position, position + entry.parameter.numel()))
@@ -225,10 +240,21 @@ class FlatParameters:
         return slots, begins, position
 
     def _bucket_name(self, entry: NamedShard) -> str:
-        """What a parameter is reduced with: its unit, or the head, or the tail."""
-        if self._class_of(entry) > 0:
+        """What a parameter is reduced with: its unit, or the head, or experts, or the tail."""
+        kind = self._class_of(entry)
+        if kind > 1:
             return _TAIL
+        if kind == 1:
+            return _EXPERTS
         return unit_name(entry) if self.by_unit else _HEAD
+
+    def _frozen_name(self, entry: NamedShard) -> str:
+        """What a frozen parameter is divided with among its holders."""
+        return _EXPERTS if self._is_spread(entry) else _HEAD
+
+    def _is_spread(self, entry: NamedShard) -> bool:
+        """Whether only some of the holders have the parameter."""
+        return self.expert > 1 and entry.shard.of_expert
 
     def _units(
         self, shards: Iterable[NamedShard], begins: list[tuple[str, int]], frozen_begins: list[tuple[str, int]]
@@ -268,15 +294,17 @@ class FlatParameters:
             parameter.register_post_accumulate_grad_hook(_widen)
 
     def _class_of(self, entry: NamedShard) -> int:
-        """0: head; 1: tied matrices; 2: other matrices of the tail; 3: vectors."""
+        """0: head; 1: experts; 2: tied matrices; 3: other matrices of the tail; 4: vectors."""
         shard = entry.shard
-        if shard.group in ("norm", "bias"):
-            return 3
-        if shard.tied_across_stages:
+        if self._is_spread(entry):
             return 1
+        if shard.group in ("norm", "bias"):
+            return 4
+        if shard.tied_across_stages:
+            return 2
         # Nobody tells when autograd has added a gradient.
         by_autograd = entry.by_autograd and self.by_unit
-        return 0 if shard.split_dim is not None and shard.copies == 1 and not by_autograd else 2
+        return 0 if shard.split_dim is not None and shard.copies == 1 and not by_autograd else 3
 
     def _decayed(self, groups: Collection[ParameterGroup]) -> list[Range]:
         """Runs of parameters with weight decay, each up to the beginning of the next parameter."""
@@ -285,8 +313,8 @@ class FlatParameters:
         return _joined((slot.start, end) for slot, end in pairs if slot.entry.shard.group in groups)
 
     def head(self) -> list[Slot]:
-        """Parameters whose gradients are only reduced over the holders."""
-        return [slot for slot in self.slots if self._class_of(slot.entry) == 0]
+        """Parameters whose gradients are only reduced over the holders, experts included."""
+        return [slot for slot in self.slots if self._class_of(slot.entry) <= 1]
 
     def replicated(self) -> list[Slot]:
         """Parameters that every tensor rank holds as a whole."""
@@ -322,7 +350,19 @@ class FlatParameters:
     def part(self, bucket: Range, holder: int) -> Range:
         """The part of a bucket that belongs to `holder`."""
         (start, end), count = bucket, self.holders
+        if self.has_experts(bucket):
+            holder, count = holder // self.expert, count // self.expert
         return start + holder * (end - start) // count, start + (holder + 1) * (end - start) // count
+
+    def has_experts(self, bucket: Range) -> bool:
+        """Whether a bucket has experts that are spread over the holders."""
+        return any(start <= bucket[0] < end for start, end in self._expert_ranges)
+
+    def first_in_model(self, number: int) -> tuple[int, int]:
+        """A key that sorts buckets by the first of their parameters in the model's order."""
+        (start, end), last = self.buckets[number], len(self._in_model)
+        inside = (self._in_model[slot.entry.parameter] for slot in self.slots if slot.start < end and start < slot.end)
+        return min(inside, default=last), number
 
     def same_on_tensor_ranks(self) -> list[Range]:
         """Ranges of parameters, frozen or not, that every tensor rank holds as a whole."""
@@ -355,11 +395,10 @@ def _widen(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def _buckets(head_end: int, size: int, unit: int, elements: int) -> list[Range]:
-    """The head in ranges of about `elements`, then the tail; all boundaries are multiples of `unit`."""
+def _buckets(first: int, end: int, unit: int, elements: int) -> list[Range]:
+    """[first, end) in ranges of about `elements`; all boundaries are multiples of `unit`."""
     step = max(unit, elements // unit * unit)
-    ranges = [(start, min(start + step, head_end)) for start in range(0, head_end, step)]
-    return [*ranges, (head_end, size)]
+    return [(start, min(start + step, end)) for start in range(first, end, step)]
 
 
 def _aligned(position: int, to: int) -> int:

@@ -2,8 +2,8 @@
 backward passes; and sums, once per step, of gradients that several ranks of a replica compute in parts.
 
 A bucket is started once every weight in it has the gradients of all micro-batches. Buckets start in one fixed order,
-from the last layers to the first, so that all holders agree on it; a sum is over holders in their order, so its bits
-depend neither on the buckets nor on when they were started.
+from the last layers to the first, so that all holders agree on it, those of experts among the others. A sum is over
+holders in their order, so its bits depend neither on the buckets nor on when they were started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import nn
 
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
-from manta.workers.parallel.data.flat import FlatParameters, Slot
+from manta.workers.comm.grid import Axis
+from manta.workers.parallel.data.flat import FlatParameters, Range, Slot
 from manta.workers.parallel.tensor.sequence_parallel import sum_replicated_gradients
 from manta.workers.parallel.tensor.weight_gradients import clear_forgotten, forget, main_grad
 
@@ -36,7 +37,10 @@ class GradientReduction:
         }
         self._awaited: dict[nn.Parameter, int] = {}
         self._incomplete: list[int] = []
-        self._next = len(flat.buckets) - 2
+        self._order = sorted(range(len(flat.buckets) - 1), key=flat.first_in_model, reverse=True)
+        """Buckets but the tail, in the order in which they start."""
+        self._next = 0
+        """How many of these have started."""
         self._started: list[Handle] = []
         self._written_over = [slot.entry.parameter for slot in flat.slots if not slot.entry.by_autograd]
         self._added_to = [main_grad(slot.entry.parameter) for slot in flat.slots if slot.entry.by_autograd]
@@ -53,7 +57,7 @@ class GradientReduction:
         for parameter in self._awaited:
             for number in self._buckets_of[parameter]:
                 self._incomplete[number] += 1
-        self._next = len(self.flat.buckets) - 2
+        self._next = 0
 
     def added(self, parameter: nn.Parameter) -> None:
         """A micro-batch's gradient has been added to `parameter`."""
@@ -63,16 +67,16 @@ class GradientReduction:
         if self._awaited[parameter] == 0:
             for number in self._buckets_of[parameter]:
                 self._incomplete[number] -= 1
-            while self._next >= 0 and self._incomplete[self._next] == 0:
-                self._start(self._next)
-                self._next -= 1
+            while self._next < len(self._order) and self._incomplete[self._order[self._next]] == 0:
+                self._start(self._order[self._next])
+                self._next += 1
 
     def finish(self) -> list[torch.Tensor]:
         """Sum the tail within the replica, reduce what is left, and return this rank's part of each bucket's sum."""
         clear_forgotten(self._written_over)
         self.shared.sum()
         if self.overlaps:
-            for number in range(self._next, -1, -1):
+            for number in self._order[self._next :]:
                 self._start(number)
             self._start(len(self.flat.buckets) - 1)
             for work in self._started:
@@ -81,18 +85,24 @@ class GradientReduction:
         return self.reduced
 
     def _start(self, number: int) -> None:
-        start, end = self.flat.buckets[number]
-        gradients, axis = self.flat.sums.of(start, end), self.comm.grid.holders
+        start, end = bucket = self.flat.buckets[number]
+        gradients, axis = self.flat.sums.of(start, end), holders_of(self.flat, bucket, self.comm)
         self._started.append(self.comm.start_reduce_scatter(axis, gradients, self.reduced[number])[1])
 
     def gather(self, parts: list[torch.Tensor], into: torch.Tensor, row: int = 1) -> None:
         """Gather every holder's `parts`, one per bucket, into the flat buffer `into`, which has one element for each
         `row` elements of the gradients. They may already be in their final place."""
-        works, axis = [], self.comm.grid.holders
-        for part, (start, end) in zip(parts, self.flat.buckets, strict=True):
+        works = []
+        for part, bucket in zip(parts, self.flat.buckets, strict=True):
+            axis, (start, end) = holders_of(self.flat, bucket, self.comm), bucket
             works.append(self.comm.start_all_gather(axis, part, into[start // row : end // row])[1])
         for work in works:
             work.wait()
+
+
+def holders_of(flat: FlatParameters, bucket: Range, comm: Comm) -> Axis:
+    """The axis of the ranks that hold the same parameters of a bucket."""
+    return "expert_holders" if flat.has_experts(bucket) else comm.grid.holders
 
 
 class SharedGradients:

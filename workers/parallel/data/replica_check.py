@@ -1,9 +1,9 @@
 """Checks that parameters that must be bit-identical on several ranks are.
 
 Three groups of ranks hold equal parameters: all replicas of a stage hold the same everywhere (under ZeRO 3: of what is
-whole on each of them), its tensor ranks hold the same of what is not split over them, and the first and last stage hold
-the same embedding where it is tied. Each rank
-hashes what it has; who differs is decided by a pure function of the hashes, so that all ranks come to the same result.
+whole on each of them; of spread experts, those that have the same ones), its tensor ranks hold the same of what is not
+split over them, and the first and last stage hold the same embedding where it is tied. Each rank hashes what it has;
+who differs is decided by a pure function of the hashes, so that all ranks come to the same result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import Axis
 from manta.workers.parallel.data.flat import Range
+from manta.workers.parallel.data.reduction import holders_of
 from manta.workers.parallel.data.zero import ZeroOptimizer
 
 BLOCK_WORDS = 2**17
@@ -76,6 +77,8 @@ class ReplicaCheck:
             "tensor": self.flat.same_on_tensor_ranks(),
             "embedding": self.flat.same_on_both_ends(),
         }
+        buckets = [*self.flat.buckets, *self.flat.frozen_buckets]
+        self._axes = list(dict.fromkeys(holders_of(self.flat, bucket, comm) for bucket in buckets))
 
     def differing(self, kept: Sequence[torch.Tensor] | None) -> tuple[list[int], bool]:
         """The ranks whose parameters differ from those of ranks that should hold the same, and whether it is certain
@@ -88,7 +91,8 @@ class ReplicaCheck:
         sound = self._own_verdict(kept)
         if sound == UNSOUND:
             named[0, self.comm.rank] = 1
-        for odd, certain in (self._of_replicas(sound), self._of_group("tensor"), self._of_group("embedding")):
+        of_replicas = [self._of_replicas(axis, sound) for axis in self._axes]
+        for odd, certain in (*of_replicas, self._of_group("tensor"), self._of_group("embedding")):
             for rank in odd:
                 named[0 if certain else 1, rank] = 1
         self.comm.all_reduce("world", named)
@@ -108,13 +112,13 @@ class ReplicaCheck:
         ranks = self.comm.grid.group(axis, self.comm.rank)
         return outliers(dict(zip(ranks, hashes, strict=True)), {})
 
-    def _of_replicas(self, sound: int) -> tuple[set[int], bool]:
-        """Each replica's part is compared separately: the rank that keeps its state can tell whether it has changed."""
-        axis = self.comm.grid.holders
+    def _of_replicas(self, axis: Axis, sound: int) -> tuple[set[int], bool]:
+        """Each replica's part of what is held along `axis` is compared separately: the rank that keeps its state can
+        tell whether it has changed."""
         size = self.comm.size(axis)
         if size == 1:
             return set(), True
-        parts = [self._everywhere(replica) for replica in range(size)]
+        parts = [self._everywhere(axis, replica) for replica in range(size)]
         hashes = [self._hash(ranges) for ranges in parts]
         own_hashes = torch.stack([*hashes, hashes[0].new_tensor(sound)])
         gathered = self.comm.all_gather(axis, own_hashes).view(size, size + 1).tolist()
@@ -127,12 +131,16 @@ class ReplicaCheck:
             by_certainty[certain] |= odd
         return (by_certainty[True], True) if by_certainty[True] else (by_certainty[False], False)
 
-    def _everywhere(self, replica: int) -> list[Range]:
-        """What a replica answers for and all replicas hold."""
-        trained, frozen = self.flat.parts(replica), self.flat.frozen_parts(replica)
-        if self.flat.zero == 3:
-            return [trained[-1], *(part for part in frozen if part[0] >= self.flat.frozen_tail)]
-        return [*trained, *frozen]
+    def _everywhere(self, axis: Axis, replica: int) -> list[Range]:
+        """What number `replica` along `axis` answers for and all along it hold."""
+        flat = self.flat
+        if axis == "expert_holders":
+            replica *= flat.expert
+        trained, frozen = flat.parts(replica), flat.frozen_parts(replica)
+        if flat.zero == 3:
+            return [trained[-1], *(part for part in frozen if part[0] >= flat.frozen_tail)]
+        pairs = zip((*trained, *frozen), (*flat.buckets, *flat.frozen_buckets), strict=True)
+        return [part for part, bucket in pairs if holders_of(flat, bucket, self.comm) == axis]
 
     def _own_verdict(self, kept: Sequence[torch.Tensor] | None) -> int:
         """SOUND if this rank's own part of the parameters still equals its state and, if there is one, the other copy
@@ -140,7 +148,7 @@ class ReplicaCheck:
         published = [self.flat.values.of(start, end) for start, end in self.optimizer.held]
         if any(not same_bits(a, b) for a, b in zip(published, self.optimizer.parameters, strict=True)):
             return UNSOUND
-        frozen = [self.optimizer.frozen] if len(self.optimizer.frozen) else []
+        frozen = self.optimizer.frozen
         if kept is None:  # without master weights the parameters are the state itself
             return SOUND if self.optimizer.has_masters and not frozen else UNKNOWN
         pairs = zip([*self.optimizer.parameters, *frozen], kept, strict=True)

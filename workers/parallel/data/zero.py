@@ -26,7 +26,7 @@ from manta.workers.parallel.data import adamw
 from manta.workers.parallel.data.agreement import Agreement, Loss, StepStatistics, StepSums
 from manta.workers.parallel.data.flat import FlatParameters, Range, overlap
 from manta.workers.parallel.data.offloaded import Cut, OffloadedState
-from manta.workers.parallel.data.reduction import GradientReduction
+from manta.workers.parallel.data.reduction import GradientReduction, holders_of
 from manta.workers.parallel.data.state import FROZEN, MODEL, Groups, Piece, StatePart
 from manta.workers.protocol.requests import ASKED_LENGTH, Asked
 
@@ -71,7 +71,7 @@ class ZeroOptimizer:
         """Ranges of the flat buffer whose state this rank keeps: the vectors below have them one after the other."""
         self.length = sum(end - start for start, end in self.held)
         """Number of trained elements whose state this rank keeps."""
-        self._holders = (comm.rank,) if stage else tuple(comm.grid.group(comm.grid.holders, comm.rank))
+        self._holders = (comm.rank,) if stage else tuple(comm.grid.group("expert_holders", comm.rank))
         self.frozen_owned = flat.frozen_parts(comm.index(comm.grid.holders))
         """Ranges of the frozen parameters that this replica saves, possibly empty."""
         self.frozen_stored = self.frozen_owned if stage else flat.frozen_buckets
@@ -79,8 +79,7 @@ class ZeroOptimizer:
         if flat.zero == 3:
             tail = flat.frozen_tail, flat.total_size
             self.frozen_stored = [*(part for part in self.frozen_owned if part[1] <= tail[0]), tail]
-        (first, _), length = self.frozen_stored[0], sum(end - start for start, end in self.frozen_stored)
-        self.frozen = flat.values.of(first, first + length)  # they lie one after the other
+        self.frozen = [flat.values.of(start, end) for start, end in self.frozen_stored if start < end]
         """Frozen parameters whose values this rank keeps, in the precision of compute."""
         narrow = flat.parameters.dtype != flat.gradients.dtype
         self.has_masters = narrow or config.offload
@@ -169,10 +168,10 @@ class ZeroOptimizer:
 
     def frozen_parts(self) -> list[StatePart]:
         """The frozen parameters, as far as this rank keeps them; nothing if there are none."""
-        if not len(self.frozen):
+        if not self.frozen:
             return []
         ranges = tuple(self.frozen_stored), tuple(self.frozen_owned)
-        return [StatePart(FROZEN, (self.frozen,), False, self._holders, *ranges)]
+        return [StatePart(FROZEN, tuple(self.frozen), False, self._holders, *ranges)]
 
     def step(
         self, learning_rate: float, loss: Loss, memory_bytes: int, before_update: Callable[[], object] = lambda: None
@@ -245,8 +244,9 @@ class ZeroOptimizer:
     def publish_frozen(self) -> None:
         """Gather the frozen parameters that are held by all replicas. Raises PeerLost."""
         if self.frozen_stored != self.flat.frozen_buckets and self.flat.zero < 3:
-            into = self.flat.parameters[self.flat.size :]
-            self.comm.start_all_gather(self.comm.grid.holders, self.frozen.clone(), into)[1].wait()
+            for own, bucket in zip(self.frozen_owned, self.flat.frozen_buckets, strict=True):
+                part, into = self.flat.values.of(*own).clone(), self.flat.values.of(*bucket)
+                self.comm.start_all_gather(holders_of(self.flat, bucket, self.comm), part, into)[1].wait()
 
     def publish_parameters(self) -> None:
         """Copy the held weights of all replicas into the parameters, except for frozen ones. Waits first for parameters
@@ -375,10 +375,10 @@ class ArrivingParameters:
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Begin to gather every replica's `parts`, one per bucket, which may be in the flat parameters already."""
         self.wait()
-        numbers, axis = range(len(parts)), self._comm.grid.holders
-        for number in (*numbers[-1:], *numbers[:-1]):
-            start, end = self._flat.buckets[number]
-            full = self._flat.parameters[start:end]
+        numbers = sorted(range(len(parts) - 1), key=self._flat.first_in_model)
+        for number in (len(parts) - 1, *numbers):
+            start, end = bucket = self._flat.buckets[number]
+            full, axis = self._flat.parameters[start:end], holders_of(self._flat, bucket, self._comm)
             self._under_way[number] = self._comm.start_all_gather(axis, parts[number], full)[1]
 
     def wait_for(self, module: nn.Module) -> None:

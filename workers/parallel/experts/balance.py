@@ -27,6 +27,11 @@ class TokenOrder(NamedTuple):
     """Which of them is s."""
 
     @property
+    def length(self) -> int:
+        """Tokens of a sequence that this rank has (s)."""
+        return self.shape[self.position_dim]
+
+    @property
     def sequences(self) -> int:
         """Number of sequences (b)."""
         return self.shape[1 - self.position_dim]

@@ -31,9 +31,9 @@ class Plan(Protocol):
 class Exchange(Protocol):
     """The way to the experts and back, of one layer."""
 
-    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor) -> Planning:
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> Planning:
         """Begin to plan for tokens that have chosen these experts, int32 [n, k], ascending, and each expert so many
-        times, int64 [E]."""
+        times, int64 [E]. `most`: the most tokens of any of the ranks that exchange them."""
         ...
 
     def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _LocalPlanning:
 class LocalExchange:
     """For a rank that has all experts: rows stay where they are."""
 
-    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor) -> _LocalPlanning:
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> _LocalPlanning:
         """Sort the choices by expert, and within by token."""
         order_m = choice_nk.flatten().sort(stable=True).indices
         return _LocalPlanning(NumbersForHost(counts_e), order_m, choice_nk.shape[1])

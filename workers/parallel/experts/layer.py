@@ -13,6 +13,7 @@ the rank has, f inner width on this rank, t tensor-parallel size.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -138,13 +139,23 @@ class ExpertMLP(nn.Module):
         others += [] if self.shared_gate is None else [self.shared_gate]
         return self.experts.reads_input or any(each.weight.requires_grad for each in others)
 
+    def know_frozen(self, names: Collection[str]) -> None:
+        """Parameters of these names, in the whole model, are not trained: all ranks that share this layer's experts
+        must communicate alike, whichever of them each one has."""
+        first = f"layers.{self.layer}.mlp.experts"
+        inputs = (
+            f"{first}.{number}.{matrix}.weight" for number in range(self.moe.experts) for matrix in ("gate", "up")
+        )
+        self.experts.reads_input = any(name not in names for name in inputs)
+
     def start_choosing(self, scores_ne: torch.Tensor, order: TokenOrder, run: ForwardPass) -> Choice | _Choosing:
         """The choice of the micro-batch's first forward, or else begin to choose."""
         if run.routing is not None and self.layer in run.routing.choices:
             return run.routing.choices[self.layer]
         experts_nk = chosen_experts(scores_ne, self.bias_e, self.moe)
         counts_be = _counts(experts_nk, order, self.moe.experts)
-        return _Choosing(experts_nk, counts_be, self.exchange.start(experts_nk, counts_be.sum(0)))
+        most = max(order.sequences, run.most_samples) * order.length
+        return _Choosing(experts_nk, counts_be, self.exchange.start(experts_nk, counts_be.sum(0), most))
 
     def chosen(self, choosing: _Choosing, router: _RouterOutputs, run: ForwardPass) -> Choice:
         """The choice, whose numbers the host waits for. In a step it is kept, and it and the router's losses are

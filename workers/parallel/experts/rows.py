@@ -43,15 +43,14 @@ class ExpertWeights(ShardedModule):
                 for number in numbers
             ]
 
-        rows = ParameterShard((inner, hidden), 0, start, std=std)
+        rows = ParameterShard((inner, hidden), 0, start, of_expert=True, std=std)
         self.gates, self.ups = (matrices(name, (size, hidden), rows) for name in ("gate", "up"))
-        self.downs = matrices("down", (hidden, size), ParameterShard((hidden, inner), 1, start, std=residual_std))
+        columns = ParameterShard((hidden, inner), 1, start, of_expert=True, std=residual_std)
+        self.downs = matrices("down", (hidden, size), columns)
         self.inner = size
-
-    @property
-    def reads_input(self) -> bool:
-        """Whether gates or ups are trained, so that their gradients need the experts' input."""
-        return any(weight.requires_grad for weight in (*self.gates, *self.ups))
+        self.reads_input = True
+        """Whether gates or ups of the layer are trained, on any rank, so that their gradients need the experts'
+        input."""
 
 
 class _Expert(NamedTuple):

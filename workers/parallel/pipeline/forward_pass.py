@@ -65,6 +65,9 @@ class ForwardPass:
     routing: MicroBatchRouting | None = None
     """Where layers with experts keep what tokens have chosen, and count it; None: nowhere, without gradients."""
 
+    most_samples: int = 0
+    """With expert parallelism, samples of this micro-batch on the rank of the expert-parallel group that has most."""
+
     @property
     def adapter_dropout(self) -> InputDropout | None:
         """Dropout of the inputs of adapters."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from manta.workers.comm.backend import Handle, Transfer
+from manta.workers.comm.backend import DONE, Handle, Transfer
 from manta.workers.comm.comm import Comm
 from manta.workers.config import JobSpec
 from manta.workers.data.batches import NO_TARGET, MicroBatch
@@ -273,6 +273,7 @@ class Pipeline:
             documents=documents,
             logits=self._loss.head is None,
             adapter_keys_b=keys if of_adapters else None,
+            most_samples=step_state.batch[action.micro_batch].most_samples,
             routing=None if routing is None else MicroBatchRouting(routing, action.micro_batch),
         )
 
@@ -330,6 +331,8 @@ class Pipeline:
 
     def _send(self, to: ChunkLocation | None, tensor: torch.Tensor, step_state: Step) -> None:
         assert to is not None
+        if not tensor.numel():  # of a micro-batch without samples, which the receiver knows too
+            return
         part = tensor.contiguous()
         if self.scatters:
             part = part.view(self.comm.size("tensor"), -1)[self.comm.index("tensor")]
@@ -350,7 +353,7 @@ class Pipeline:
         shape = (self.positions.length // self.split, samples, self.spec.model.hidden_size)
         message_shape = (math.prod(shape) // self.comm.size("tensor"),) if self.scatters else shape
         buffer = torch.empty(message_shape, dtype=self.dtype, device=self.comm.device)
-        work = self.comm.receive(source[0], buffer)
+        work = self.comm.receive(source[0], buffer) if samples else DONE
         step_state.messages[direction, action.chunk, action.micro_batch] = Receiving(buffer, work, shape)
 
     def _arrived(self, direction: str, key: Key, step_state: Step) -> torch.Tensor:

@@ -166,7 +166,7 @@ class Adaptation:
         if keys is not None:
             own_ni = torch.zeros_like(total_ni)
         for at, adapter in self._each:
-            part_no = adapter.part_of(grads_no[at]).reshape(len(total_ni), -1)
+            part_no = adapter.part_of(grads_no[at]).reshape(-1, len(adapter.b))
             inner_nr.append((part_no @ adapter.b).mul_(self._first.scale))
             own_ni.addmm_(inner_nr[-1], adapter.a)
         if keys is not None:
@@ -185,7 +185,7 @@ class Adaptation:
         dropped_ni = self._dropped(x_ni, None if keys is None else keys.view(-1))
         for (at, adapter), inner_grad_nr in zip(self._each, inner_grads_nr, strict=True):
             inner_nr = (dropped_ni @ adapter.a.t()).mul_(self._first.scale)
-            part_no = adapter.part_of(grads_no[at]).reshape(len(x_ni), -1)
+            part_no = adapter.part_of(grads_no[at]).reshape(-1, len(adapter.b))
             store.add_product(adapter.b, part_no, inner_nr)
             store.add_product(adapter.a, inner_grad_nr, dropped_ni)
 

@@ -299,8 +299,8 @@ class HeadLoss:
         return Losses(results_2n[0], results_2n[1].square() if z_weight else None, grad)
 
     def _parts(self, count: int) -> Iterator[tuple[slice, bool]]:
-        """Slices of tokens that are processed at once, and whether each is the last."""
-        for first in range(0, count, self.at_once):
+        """Slices of tokens that are processed at once, and whether each is the last; one even if there are none."""
+        for first in range(0, max(count, 1), self.at_once):
             yield slice(first, first + self.at_once), first + self.at_once >= count
 
     def _losses(

@@ -70,7 +70,7 @@ def column_backward(
     gathered = None if store.keeping or needed is None else start_gather(needed, region)
     grad_ni = region.products.input_gradient(grads_no, weights)
     inner_grads_nr = [] if adapted is None else adapted.add_input_gradient(grad_ni, grads_no)
-    grad_x = grad_ni.view(*grads[0].shape[:-1], -1)
+    grad_x = grad_ni.view(*grads[0].shape[:-1], grad_ni.shape[-1])
     if gathered is not None and gathered[1] is not None:
         gathered[1].wait()
     grad_x, reducing = start_sum(grad_x, region)

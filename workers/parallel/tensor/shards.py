@@ -38,6 +38,8 @@ class ParameterShard:
     partial: bool = False
     """Whether every tensor rank holds the whole parameter but uses it for its own heads only: its gradient is the sum
     over ranks, even if they see the same part of the sequence."""
+    of_expert: bool = False
+    """Whether it belongs to one of the experts of a layer, of which expert-parallel ranks have different ones."""
     group: ParameterGroup = "linear"
     """Kind of parameter, which weight decay depends on."""
     tied_across_stages: bool = False

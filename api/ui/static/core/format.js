@@ -217,11 +217,11 @@ export function eventTone(event) {
   return ["fail", "died", "lost", "error", "drift"].some((word) => event.type.includes(word)) ? "bad" : "idle";
 }
 
-/** A layout in short, as tensor x pipeline x data. */
+/** A layout in short, as tensor x pipeline x data, and the context and expert sizes if they are not 1. */
 export function layout(parallel) {
   const sizes = [parallel.tensor, parallel.pipeline, parallel.data];
-  const context = parallel.context > 1 ? `, context ${parallel.context}` : "";
-  return sizes.map((size) => size ?? "?").join(" × ") + context;
+  const more = ["context", "expert"].filter((axis) => parallel[axis] > 1).map((axis) => `, ${axis} ${parallel[axis]}`);
+  return sizes.map((size) => size ?? "?").join(" × ") + more.join("");
 }
 
 /** Why a job is not simply running well; empty when it is. */

@@ -42,7 +42,16 @@ export const CHARTS = {
     lines: [["memory", "memory_bytes"]],
     raw: true,
   },
+  load: {
+    title: "Expert load",
+    axis: { label: "times the mean of a layer" },
+    lines: [["busiest expert", "expert_load"]],
+  },
+  balance: { title: "Balance loss", axis: { label: "loss" }, lines: [["balance loss", "balance_loss"]] },
 };
+
+/** Those of jobs with experts only. */
+export const EXPERT_CHARTS = ["load", "balance"];
 
 const SHARED = ["tokens", "time"];
 

@@ -26,7 +26,7 @@ const FIGURES = [
   [
     "Layout",
     (job) => (job.parallel.context > 1 ? layout(job.parallel).replace(/, context | × /g, "×") : layout(job.parallel)),
-    "Ranks: tensor × pipeline × data parallel, and × context parallel where sequences are split.",
+    "Ranks: tensor × pipeline × data parallel, and × context parallel where sequences are split; expert: over how many of them experts are spread.",
   ],
   ["Running time", (job) => duration(job.running_seconds), "Without queue and pauses."],
 ];

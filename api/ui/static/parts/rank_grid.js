@@ -290,7 +290,7 @@ function median(values) {
 
 /** Lines about a rank. */
 export function describe(rank, usual) {
-  const place = `stage ${rank.pipeline}, tensor ${rank.tensor}, replica ${rank.data}${rank.context ? `, context ${rank.context}` : ""}`;
+  const place = `stage ${rank.pipeline}, tensor ${rank.tensor}, replica ${rank.data}${rank.context ? `, context ${rank.context}` : ""}${Number.isInteger(rank.expert) ? `, experts ${rank.expert}` : ""}`;
   return [
     `rank ${rank.rank}: ${rank.state}`,
     place,

@@ -174,3 +174,43 @@ def test_bf16_gradients_of_autograd_are_added_once_to_the_fp32_sum():
         assert parameter.grad is None
     assert (flat.gradients.dtype, flat.parameters.dtype) == (torch.float32, torch.bfloat16)
     assert (flat.gradients[slot.start : slot.end] == 6.0).all()
+
+
+EXPERT = ParameterShard((8, 4), 0, std=0.02, of_expert=True)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("holders", "expert"), [(2, 2), (4, 2), (6, 3), (6, 2)])
+def test_spread_experts_have_buckets_that_only_their_own_holders_divide(holders, expert, frozen):
+    shards = {"first": SPLIT, "a": EXPERT, "norm": NORM, "b": EXPERT, "second": SPLIT, "c": EXPERT}
+    entries = [entry(name, shard, ALIGNMENT * holders) for name, shard in shards.items()]
+    for each in entries:
+        each.parameter.requires_grad_(not frozen)
+    entries.append(entry("trained", SPLIT, ALIGNMENT * holders))
+    flat = FlatParameters(entries, holders, CPU, bucket_bytes=4.0, expert=expert)
+    slots, buckets = (flat.frozen, flat.frozen_buckets) if frozen else (flat.slots, flat.buckets)
+    of_experts = [bucket for bucket in buckets if flat.has_experts(bucket)]
+    for slot in slots:
+        inside = any(start <= slot.start and slot.end <= end for start, end in [(of_experts[0][0], of_experts[-1][1])])
+        assert inside == slot.entry.shard.of_expert, slot.entry.name
+    assert [end for _, end in buckets[:-1]] == [start for start, _ in buckets[1:]]
+    for bucket in buckets:
+        share = expert if flat.has_experts(bucket) else 1
+        parts = [flat.part(bucket, holder) for holder in range(holders)]
+        assert parts == [part for part in parts[::share] for _ in range(share)], "the same for each rank of a group"
+        assert [*parts[::share]] == sorted(parts[::share]) and sum(b - a for a, b in parts) == share * (
+            bucket[1] - bucket[0]
+        )
+        assert all(start % ALIGNMENT == 0 for start, _ in parts)
+    if not frozen:
+        assert names(flat.head()) == ["first", "second", "trained", "a", "b", "c"]
+        numbers = sorted(range(len(buckets) - 1), key=flat.first_in_model)
+        firsts = [
+            next(s.entry.name for s in slots if s.start < buckets[n][1] and buckets[n][0] < s.end) for n in numbers
+        ]
+        assert list(dict.fromkeys(firsts)) == ["first", "a", "b", "second", "c", "trained"], "in the model's order"
+
+
+def test_experts_that_are_not_spread_lie_in_the_head():
+    flat = flat_of(first=SPLIT, a=EXPERT, norm=NORM, second=SPLIT)
+    assert names(flat.slots) == ["first", "a", "second", "norm"] and not any(map(flat.has_experts, flat.buckets))
