@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+LATENT = {"kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4}
+
 
 def experts(moe: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     """Sections of a small model with experts, four unless `moe` says otherwise."""
@@ -12,7 +14,6 @@ def experts(moe: dict[str, Any] | None = None, model: dict[str, Any] | None = No
 
 
 FP8 = {"fp8": "rowwise", "precision": "bf16"}
-LATENT = {"kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4}
 RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("experts without a gate", experts(model={"family": "gpt"}), "model.moe",
      "gpt has no gated MLP, which experts are", "null"),

@@ -86,7 +86,7 @@ def their_model(kind: str, **more: Any) -> torch.nn.Module:
     """A random one in fp32, whose norms and biases are not what they are initialised with."""
     transformers = pytest.importorskip("transformers")
     name, config = KINDS[kind]
-    config = {"attn_implementation": "eager", **config, **more}
+    config = {"attn_implementation": "eager", "experts_implementation": "eager", **config, **more}
     made = getattr(transformers, {"GPT2": "GPT2LMHeadModel"}.get(name, f"{name}ForCausalLM"))(
         getattr(transformers, f"{name}Config")(**config)
     )
