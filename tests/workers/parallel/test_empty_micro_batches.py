@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import document
+from one_layer import lone_rank
 from plain_gpt import random_weights
 from plain_lora import adapted_model
-from rank_programs import END, light, run_steps, run_steps_beside_nothing
+from rank_programs import END, light, own_micro_batches, run_steps, run_steps_beside_nothing
 
+from manta.workers.data.batches import MicroBatch
+from manta.workers.engine import Engine
 from manta.workers.spec.reading import parse_job_spec
 
 GROUPED = {"family": "llama", "kv_heads": 2}
@@ -68,3 +71,19 @@ def test_micro_batches_without_samples_change_no_bit_of_a_step(ranks, given):
         assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
         for a, b in zip(one.parameters, other.parameters, strict=True):
             assert a[:2] == b[:2] and torch.equal(a[2], b[2]), a[0]
+
+
+@pytest.mark.parametrize("fp8", ["tensorwise", "rowwise"])
+def test_products_in_8_bits_take_a_micro_batch_without_samples(fp8):
+    model = {"hidden_size": 32, "heads": 2, "sequence_length": 16, "vocabulary_size": 256}
+    spec = parse_job_spec(document(model=model, train={"fp8": fp8, "precision": "bf16", "micro_batch_size": 4}))
+    windows, parameters = torch.randint(1, 256, (8, 17), generator=torch.Generator().manual_seed(3)), []
+    for beside in (False, True):
+        comm = lone_rank(spec)
+        engine = Engine(spec, comm)
+        engine.initialise(1)
+        batch = own_micro_batches(spec, comm, windows)
+        nothing = MicroBatch(range(0), torch.empty(16, 0, dtype=torch.int64), torch.empty(16, 0, dtype=torch.int64))
+        engine.step([nothing, *batch, nothing] if beside else batch, 8, 0.1, 0)
+        parameters.append(engine.flat.parameters)
+    assert torch.equal(*parameters)

@@ -91,7 +91,7 @@ class Fp8Products(TorchProducts):
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor, ...]:
         """x W^T + b for each of several layers with one input, which is cast once."""
-        known = self._known(weights)
+        known = self._known(weights, x)
         if known is None:
             return tuple([super(Fp8Products, self).output(x, *each) for each in zip(weights, biases, strict=True)])
         cast = self._casts.rows(x.detach().reshape(-1, x.shape[-1]), E4M3)
@@ -104,13 +104,13 @@ class Fp8Products(TorchProducts):
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
     ) -> torch.Tensor:
         """x W^T + b + residual."""
-        if weight.data_ptr() not in self._weights:
+        if self._known((weight,), x) is None:
             return super().output_added(x, weight, bias, residual)
         return self.output(x, weight, bias).add_(residual)
 
     def input_gradient(self, grads_no: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of grad W."""
-        known = self._known(weights)
+        known = self._known(weights, grads_no[0])
         if known is None:
             return super().input_gradient(grads_no, weights)
         total_ni: torch.Tensor | None = None
@@ -141,7 +141,7 @@ class Fp8Products(TorchProducts):
     ) -> None:
         """Add grads^T inputs to the total of each of several layers with one input, which is cast once. 8-bit kernels
         cannot add to a matrix, so the sum is a separate step."""
-        if any(total_oi.data_ptr() not in self._totals for total_oi in totals_oi):
+        if not len(inputs_ni) or any(total_oi.data_ptr() not in self._totals for total_oi in totals_oi):
             for total_oi, grad_no, keep in zip(totals_oi, grads_no, keeps, strict=True):
                 super().add_weight_gradient(total_oi, grad_no, inputs_ni, keep)
             return
@@ -162,8 +162,11 @@ class Fp8Products(TorchProducts):
                 return columns
         return self._casts.columns(grad_no, self._of_gradients)
 
-    def _known(self, weights: Sequence[torch.Tensor]) -> list[_Weight] | None:
-        """The registered weights of layers with one input; None if they are not in 8 bits."""
+    def _known(self, weights: Sequence[torch.Tensor], rows: torch.Tensor) -> list[_Weight] | None:
+        """The registered weights of layers with one input; None if they are not in 8 bits, or there are no rows to
+        multiply, which kernels do not take."""
+        if not rows.numel():
+            return None
         known = [self._weights.get(weight.data_ptr()) for weight in weights]
         return [each for each in known if each is not None] if all(known) else None
 

@@ -147,6 +147,24 @@ def test_replica_check_of_sharded_weights_names_the_rank_whose_part_has_changed(
     assert (event["type"], event["ranks"], event["certain"]) == ("replica_differs", [1], True)
 
 
+@pytest.mark.parametrize(
+    ("data", "kept", "named", "certain"),
+    [(4, False, [1, 3], False), (4, True, [1], True), (6, False, [1], True), (2, True, [1], True)],
+)
+@pytest.mark.parametrize("frozen", [[], ["*.experts"]], ids=["trained", "frozen"])
+def test_replica_check_compares_spread_experts_among_the_ranks_that_have_them(
+    ranks, corpus, tmp_path, data, kept, named, certain, frozen
+):
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8}
+    spec = job(corpus, (1, 1, data), global_batch_size=12, frozen=frozen)
+    spec["model"] |= {"family": "llama", "moe": moe}
+    spec["parallel"]["expert"] = 2
+    layout, name = ParallelConfig(data=data, expert=2), "layers.1.mlp.experts.3.up.weight"
+    by_rank = ranks.run(layout, flip, spec, 1, name, STEP, str(tmp_path) if kept else None)
+    (event,) = [each for each in by_rank[0][1] if each["type"] == "replica_differs"]
+    assert (event["ranks"], event["certain"]) == (named, certain)
+
+
 FROZEN_FLIPS = [
     ((1, 1, 2), "fp32", True, 0, [0], True),
     ((1, 1, 2), "bf16", True, 1, [1], True),

@@ -96,14 +96,13 @@ def reference(number: int):
     model = adapted_model(spec).double()
     weights = random_weights(spec, spread=0.1, model=model)
     model.load(weights)
-    model.loss(windows(spec.train.global_batch_size), add_balance=True).backward()
-    plain = model.loss(windows(spec.train.global_batch_size)).item()
-    margin = min(layer.mlp.margin for layer in model.layers if hasattr(layer.mlp, "margin"))
-    assert margin > 1e-5, "no token is between two experts"
+    loss = model.loss(windows(spec.train.global_batch_size))
+    (loss + model.balance_loss()).backward()
+    assert model.margin() > 1e-5, "no token is between two experts"
     trained = ((name, each) for name, each in model.named_parameters() if name not in frozen_names(spec))
     gradients = {name: each.grad for name, each in trained if each.requires_grad}
     norm = math.sqrt(sum(each.square().sum().item() for each in gradients.values()))
-    return weights, plain, norm, gradients
+    return weights, loss.item(), norm, gradients
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
