@@ -121,7 +121,7 @@ def _their_run(experts: ExpertMLP, options: argparse.Namespace) -> Run:
         block.gate.weight.copy_(experts.router.weight)
         both = [torch.cat(list(pair)) for pair in zip(weights.gates, weights.ups, strict=True)]
         block.experts.gate_up_proj.copy_(torch.stack(both))
-        block.experts.down_proj.copy_(torch.stack(weights.downs))
+        block.experts.down_proj.copy_(torch.stack([*weights.downs]))
 
     def run(x_sbh: torch.Tensor, grad_sbh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         block.zero_grad()
