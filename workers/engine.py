@@ -150,9 +150,14 @@ class Engine:
         everything learned: a process that lost its peers may have to start over."""
         self.begin_with(lambda entry, part: fill_initial(entry, part, seed))
 
-    def begin_with(self, fill: Callable[[NamedShard, torch.Tensor], None]) -> None:
+    def begin_with(
+        self,
+        fill: Callable[[NamedShard, torch.Tensor], None],
+        fill_router_bias: Callable[[torch.Tensor], object] = torch.Tensor.zero_,
+    ) -> None:
         """Give the parameters initial values: `fill` writes them into memory (fp32, shaped like the parameter), for one
-        parameter after the other, so that there is never more than one in addition to the state."""
+        parameter after the other, so that there is never more than one in addition to the state. `fill_router_bias`:
+        does so for the choice of experts, [layers with experts, E]."""
         slots, device = (*self.flat.slots, *self.flat.frozen), self.comm.device
         memory = torch.empty(max(slot.end - slot.start for slot in slots), dtype=torch.float32, device=device)
         for slot, end in zip(slots, [*(following.start for following in slots[1:]), self.flat.total_size], strict=True):
@@ -164,7 +169,7 @@ class Engine:
         self.optimizer.forget()
         self.loss_scale.forget()
         if self.model.router_biases is not None:
-            self.model.router_biases.zero_()
+            fill_router_bias(self.model.router_biases)
 
     def step(
         self,

@@ -16,6 +16,7 @@ from manta.api.cli.submit import Changes, naming_lines, read_file
 from manta.api.client.plan import plan as plan_here
 from manta.service.planner.pictures import picture
 from manta.service.planner.stage_shares import format_counts
+from manta.workers.accounting.activation_bytes import IMBALANCE
 
 
 @app.command()
@@ -107,6 +108,10 @@ def plans_page(console: Console, answer: schemas.Plans) -> None:
         if types := plan.parallel.get("stage_accelerators"):
             console.print(f"Its stages are on {format_counts(types)}.", highlight=False)
     _context_methods(console, answer.plans)
+    if answer.plans and (worst := answer.plans[0].worst_memory_bytes) is not None:
+        expected = f"the experts of its busiest rank to get {IMBALANCE} times as many tokens as those of the mean rank"
+        console.print(f"The best plan expects {expected}.", highlight=False)
+        console.print(f"With all tokens of its expert group it would take {render.size(worst)}.", highlight=False)
     if answer.plans and answer.plans[0].host_memory_bytes:
         taken = f"{render.size(answer.plans[0].host_memory_bytes)} of a node's memory"
         what = "snapshots (checkpoint.snapshots) and offloaded state"

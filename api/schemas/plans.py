@@ -81,6 +81,11 @@ class Plan(Answer):
     bubble_ratio: float
     """Fraction of the pipeline's time in which its busiest stage waits."""
     memory_bytes: PlanMemory
+    """For the tokens that plans expect: with parallel.expert, those of the busiest rank's experts are expected to be
+    1.25 times the mean."""
+    worst_memory_bytes: int | None = None
+    """Total if all tokens of an expert group go to the experts of one rank; null without parallel.expert, where there
+    is no such case."""
     host_memory_bytes: int
     """Host memory of a node, of the kind that needs the most: snapshots, and offloaded activations and optimizer
     state."""

@@ -45,6 +45,7 @@ class BudgetPart(Answer):
         "bubble",
         "tensor",
         "context",
+        "expert",
         "pipeline",
         "data",
         "optimizer",

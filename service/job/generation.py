@@ -15,8 +15,7 @@ from typing import Any
 from manta.service.cluster.agent_client import AgentClient, AgentError, within
 from manta.service.job.inbox import Inbox, Note
 from manta.service.recovery.decisions import Death, culprit_of, describe_exit
-from manta.workers.accounting.flops import rank_parameters
-from manta.workers.accounting.state_costs import bytes_per_parameter
+from manta.workers.accounting.state_costs import held_bytes
 from manta.workers.config import JobSpec
 from manta.workers.errors import failure_kind
 from manta.workers.liveness.hang_detection import REST_BYTES_PER_SECOND
@@ -289,5 +288,4 @@ def time_to_rest(spec: JobSpec) -> float:
     The snapshot of a custom model, which is not counted here, is known to its agent (`TrainerSlot.rest`)."""
     if spec.checkpoint.snapshots == "off" or not spec.model.is_counted:
         return REST_SECONDS
-    state = bytes_per_parameter(spec) * max(rank_parameters(spec)) / spec.layout.state_shards
-    return REST_SECONDS + state / REST_BYTES_PER_SECOND
+    return REST_SECONDS + held_bytes(spec) / REST_BYTES_PER_SECOND

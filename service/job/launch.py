@@ -232,6 +232,9 @@ def _as_sent(spec: JobSpec) -> dict[str, Any]:
     for section, key in NEW_KEYS:
         if document[section][key] == type(getattr(spec, section)).model_fields[key].default:
             del document[section][key]
+    scaling = (document["model"]["rope"] or {}).get("scaling")
+    if scaling is not None and scaling["mscale_all_dim"] is None:
+        del scaling["mscale_all_dim"]
     return document
 
 

@@ -16,6 +16,7 @@ from manta.service.planner.sizes import best_by_nodes, best_by_size, elastic_siz
 from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import step_model
 from manta.workers.accounting.flops import adapters_in_words
+from manta.workers.accounting.routed_bytes import worst_bytes
 
 ASSUMED = (
     "estimates use default efficiency for this hardware: use them to compare layouts, and run `manta calibrate` there "
@@ -108,6 +109,7 @@ def _plan(plan: Plan, request: PlanRequest) -> dict[str, Any]:
         "hfu_full": hardware / plan.peak_flops,
         "bubble_ratio": plan.time.bubble_ratio,
         "memory_bytes": plan.memory.parts(),
+        "worst_memory_bytes": worst_bytes(spec, request.cluster.machine.has_gpus),
         "host_memory_bytes": max(host_bytes(spec, each.gpus_per_node) for each in parts_of(spec, request.cluster)),
         "step_parts": {
             "pipeline": plan.time.pipeline,

@@ -13,8 +13,7 @@ from typing import Any
 from manta.service.planner.hardware import HOST_COPY, HOST_CORE_COPY
 from manta.service.planner.operations import host_wait, memory_seconds
 from manta.service.planner.step_time import StagePasses, StepModel, StepTime, slowest_of
-from manta.workers.accounting.flops import trained_parameters
-from manta.workers.accounting.state_costs import bytes_per_parameter, checkpoint_bytes, steps_between
+from manta.workers.accounting.state_costs import bytes_per_parameter, checkpoint_bytes, owned_elements, steps_between
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def _forwards(model: StepModel) -> float:
         return replace(model.pipeline(), trains=False).seconds(spec.micro_batches)
     parts = model.passes.parts
     passes = StagePasses(model.layer, replace(parts, forward=replace(parts.forward, copies=0.0)))
-    evaluating = StepModel(spec, model.cluster, model.software, passes, model.parameters)
+    evaluating = StepModel(spec, model.cluster, model.software, passes, model.most_trained)
     if (budgets := evaluating.full_model()) is not None:
         # No backward follows in which the host could get ahead.
         return spec.micro_batches * (budgets[0].device_seconds + host_wait(machine, budgets[0]))
@@ -156,7 +155,7 @@ def stall_seconds(model: StepModel, time: StepTime) -> float:
     """How long an update waits for a copy of the state, which overlaps with the step's passes. A device copies to its
     host's memory; a core copies within host memory, also if the optimizer's state is offloaded there."""
     spec, machine = model.spec, model.cluster.machine
-    state = bytes_per_parameter(spec) * (max(trained_parameters(spec)) / spec.layout.state_shards)
+    state = bytes_per_parameter(spec) * max(owned_elements(spec, stage) for stage in range(spec.layout.pipeline))
     if machine.core is not None:
         copy = memory_seconds(machine, 2 * state)
     elif spec.train.optimizer.offload:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -31,7 +32,13 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, ParallelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import even_counts
-from manta.workers.spec.parameters import first_trained_layer, frozen_names, is_partly_frozen, padded_rows
+from manta.workers.spec.parameters import (
+    first_trained_layer,
+    frozen_names,
+    is_partly_frozen,
+    layers_differ,
+    padded_rows,
+)
 
 SLACK = 1 - 1e-9
 """Tolerance for rounding: bounds are summed in another order than the quantities they bound."""
@@ -63,38 +70,52 @@ class Bounds:
         # The number of micro-batches matters if a pass takes longer with more of them.
         counted = candidate.micro_batches(self.job) if self.software.counts_kernels else 0
 
+        # Where an expert group is depends on the whole layout.
+        whole = candidate.spec(self.job).layout if candidate.expert > 1 else None
+        expert = None if whole is None else groups_of(whole, self.cluster, self.software).expert
+
         def make() -> StagePasses:
-            spec = candidate.on_one_stage(candidate.data if counted else 1).spec(self.job)
+            spec = candidate.on_one_stage(candidate.data if counted or whole else 1).spec(self.job)
             cluster = with_threads(self.cluster, threads)
-            return StagePasses(layer_time(spec, groups_of(spec.layout, cluster, self.software), self.software))
+            groups = groups_of(spec.layout, cluster, self.software)
+            groups = groups if expert is None else replace(groups, expert=expert)
+            return StagePasses(layer_time(spec, groups, self.software))
 
-        return self._once(("passes", *_layer_of(candidate), threads, counted), make)
+        return self._once(("passes", *_layer_of(candidate), threads, counted, expert), make)
 
-    def _sizes(self, tensor: int) -> tuple[ParameterCounts, ParameterCounts]:
-        """All parameters on one of `tensor` tensor ranks, and those with gradients."""
+    def _sizes(self, tensor: int, expert: int = 1) -> tuple[ParameterCounts, ParameterCounts]:
+        """All parameters on one of `tensor` tensor ranks, of `expert` ranks that experts are spread over, and those
+        with gradients."""
 
         def make() -> tuple[ParameterCounts, ParameterCounts]:
             shape = self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor
             names, lora = frozen_names(self.job), self.job.train.lora
-            whole, frozen = (parameter_counts(*shape, each, lora) for each in (None, names))
+            whole, frozen = (parameter_counts(*shape, each, lora, expert) for each in (None, names))
             return whole, whole.minus(frozen)
 
-        return self._once(("sizes", tensor), make)
+        return self._once(("sizes", tensor, expert), make)
 
-    def _max_parameters(self, candidate: Candidate) -> int:
-        """Most parameters of a rank that have gradients; at least one."""
+    def _most_trained(self, candidate: Candidate) -> tuple[int, int]:
+        """Most parameters of a rank that have gradients, at least one, and those of experts among them."""
         c = candidate
-        key = "most", c.tensor, c.pipeline, c.virtual_stages, c.schedule, c.stage_layers
-        return self._once(key, lambda: max(1, *_of_ranks(c, self.counts(c), self._sizes(c.tensor)[1])))
+        key = "most", c.tensor, c.pipeline, c.virtual_stages, c.schedule, c.stage_layers, c.expert
+
+        def make() -> tuple[int, int]:
+            trained = self._sizes(c.tensor, c.expert)[1]
+            whole, experts = (_of_ranks(c, self.counts(c), each) for each in (trained, trained.of_experts))
+            return max((max(1, own), part) for own, part in zip(whole, experts, strict=True))
+
+        return self._once(key, make)
 
     def min_update_seconds(self, candidate: Candidate, stages: int) -> float:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
         pipeline's stages are on this cluster. It holds however layers are shared out: some rank has at least the mean
         number of parameters."""
-        _, trained = self._sizes(candidate.tensor)
+        _, trained = self._sizes(candidate.tensor, candidate.expert)
         mean = max(1, (trained.before[-1] + trained.both) // candidate.pipeline)
+        experts = trained.experts[-1] // candidate.pipeline
         spec, parts = candidate._replace(pipeline=stages).spec(self.job), self.passes(candidate)
-        return StepModel(spec, self.cluster, self.software, parts, mean).optimizer_seconds()
+        return StepModel(spec, self.cluster, self.software, parts, (mean, experts)).optimizer_seconds()
 
     def min_bytes(self, candidate: Candidate) -> float:
         """Lower bound for the bytes of the rank that needs most: its state, and activations of the fewest micro-batches
@@ -105,36 +126,43 @@ class Bounds:
         # Bytes of a parameter, and what is kept for its training.
         own = width / (c.holders if c.zero == 3 else 1)
         state = own + 4 / (c.holders if c.zero >= 2 else 1) + moved / c.holders
-        if is_partly_frozen(self.job):
-            return self._min_bytes_in_part(c, counts, own, state - own)
+        of_experts = moved / (c.holders // c.expert) - moved / c.holders
+        if is_partly_frozen(self.job) or layers_differ(self.job):
+            return self._min_bytes_in_part(c, counts, own, state - own, of_experts)
         # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
         # chunk's have come.
-        most, kept = self._max_parameters(c) * state, self._kept_before(c)[1]
+        trained, experts = self._most_trained(c)
+        most, kept = trained * state + experts * of_experts, self._kept_before(c)[1]
         in_flight = min(c.micro_batches(self.job), c.pipeline)
         if not c.stage_layers:
             layers = self.job.model.layers // len(counts) * (1 if turns_back else c.virtual_stages)
             return most + in_flight * layers * kept
         # Of unequal stages, either the first rank, which has most micro-batches, or the one with the most parameters.
         layers = counts[0] if turns_back else sum(counts[:: c.pipeline])
-        first = _of_ranks(c, counts, self._sizes(c.tensor)[0])[0] * state
+        sizes = self._sizes(c.tensor, c.expert)[0]
+        first = _of_ranks(c, counts, sizes)[0] * state + _of_ranks(c, counts, sizes.of_experts)[0] * of_experts
         return max(first + in_flight * layers * kept, most)
 
-    def _min_bytes_in_part(self, candidate: Candidate, counts: Counts, frozen: float, trained: float) -> float:
-        """`min_bytes` with `frozen` bytes for each parameter, and `trained` more for each with gradients. The first
-        rank has as many micro-batches in flight as there are ranks, each later one has one less. For schedules with
-        several chunks only the first rank is looked at, and if chunks turn back only its first one."""
-        whole, with_gradients = self._sizes(candidate.tensor)
+    def _min_bytes_in_part(
+        self, candidate: Candidate, counts: Counts, frozen: float, trained: float, of_experts: float
+    ) -> float:
+        """`min_bytes` with `frozen` bytes for each parameter, `trained` more for each with gradients, and `of_experts`
+        more for each of these that is an expert's. The first rank has as many micro-batches in flight as there are
+        ranks, each later one has one less. For schedules with several chunks only the first rank is looked at, and if
+        chunks turn back only its first one."""
+        whole, with_gradients = self._sizes(candidate.tensor, candidate.expert)
         before = self._kept_before(candidate)
-        kept = _of_ranks(candidate, counts, ParameterCounts(before, 0, 0, 0))
+        kept = _of_ranks(candidate, counts, ParameterCounts(before, 0, 0, 0, before))
         if SCHEDULES[candidate.schedule].turns_back:
             kept[0] = before[counts[0]]
         if candidate.virtual_stages > 1:
             kept[1:] = [0] * (candidate.pipeline - 1)
         m, p = candidate.micro_batches(self.job), candidate.pipeline
-        ranks = zip(*(_of_ranks(candidate, counts, each) for each in (whole, with_gradients)), kept, strict=True)
+        held = whole, with_gradients, with_gradients.of_experts
+        ranks = zip(*(_of_ranks(candidate, counts, each) for each in held), kept, strict=True)
         return max(
-            frozen * own + trained * moved + min(m, p - rank) * bytes_kept
-            for rank, (own, moved, bytes_kept) in enumerate(ranks)
+            frozen * own + trained * moved + of_experts * experts + min(m, p - rank) * bytes_kept
+            for rank, (own, moved, experts, bytes_kept) in enumerate(ranks)
         )
 
     def _kept_before(self, candidate: Candidate) -> tuple[int, ...]:
@@ -143,7 +171,7 @@ class Bounds:
         def make() -> tuple[int, ...]:
             spec = candidate.on_one_stage().spec(self.job)
             first, layers = first_trained_layer(spec), range(spec.model.layers)
-            some = layers if is_partly_frozen(spec) else layers[:1]
+            some = layers if is_partly_frozen(spec) or layers_differ(spec) else layers[:1]
             terms = (saved_terms(spec, each, candidate.recompute) if each >= first else {} for each in some)
             return tuple(accumulate((sum(each.values()) for each in terms), initial=0))
 
@@ -179,7 +207,7 @@ class Bounds:
     def model(self, candidate: Candidate) -> StepModel:
         """The candidate's step."""
         parts, spec = self.passes(candidate), candidate.spec(self.job)
-        return StepModel(spec, self.cluster, self.software, parts, self._max_parameters(candidate))
+        return StepModel(spec, self.cluster, self.software, parts, self._most_trained(candidate))
 
     def min_seconds(self, candidate: Candidate) -> float:
         """Lower bound for the step: of its pipeline, and of what follows it."""
@@ -187,7 +215,7 @@ class Bounds:
 
     def _min_seconds(self, candidate: Candidate) -> float:
         model, tied, optimizer = self._end_of(candidate)
-        if is_partly_frozen(self.job):
+        if is_partly_frozen(self.job) or layers_differ(self.job):
             pipeline, backward = self._min_seconds_in_part(candidate)
         else:
             pipeline, backward = self._min_pipeline(candidate, model)
@@ -200,16 +228,16 @@ class Bounds:
         """A step that ends like this one, and the seconds of its tied gradients and of its update: the same for all
         micro-batches and recomputations, unless something of it depends on passes."""
         c = candidate
-        key = "end", c.tensor, c.pipeline, c.data, c.context, c.virtual_stages, c.schedule, self._max_parameters(c)
+        key = "end", c.tensor, c.pipeline, c.data, c.context, c.virtual_stages, c.schedule, c.expert
 
         def make() -> tuple[StepModel, float, float]:
             model = self.model(c)
             return model, model.tied_seconds(), model.optimizer_seconds()
 
-        return make() if self._ends_differ or c.zero >= 2 else self._once(key, make)
+        return make() if self._ends_differ or c.zero >= 2 else self._once((*key, self._most_trained(c)), make)
 
     def _min_seconds_in_part(self, candidate: Candidate) -> tuple[float, float]:
-        """`_min_pipeline` where layers differ in what of them is frozen."""
+        """`_min_pipeline` where layers are of several kinds."""
         built, m = self.model(candidate).pipeline(), candidate.micro_batches(self.job)
         chunks = chunks_of(built.kind, built.stages, built.virtual_stages)
         least = min_pipeline_seconds(built.kind, chunks, built.times, built.messages[: built.stages - 1], m)
@@ -287,6 +315,8 @@ class Bounds:
 
     def min_seconds_uneven(self, candidate: Candidate) -> float:
         """Lower bound for a step in which some rank has more layers than the mean."""
+        if self.job.model.moe is not None and layers_differ(self.job):  # it may have more of the faster ones
+            return self.work_seconds(candidate)
         more = self.job.model.layers // candidate.pipeline + 1
         work = candidate.micro_batches(self.job) * self.passes(candidate).times_of(more).seconds
         return (work + self.min_update_seconds(candidate, candidate.pipeline)) * slowest_of(
@@ -328,7 +358,8 @@ class Bounds:
 
 def _layer_of(candidate: Candidate) -> tuple[object, ...]:
     """A key that is equal for candidates whose layers are."""
-    return candidate.tensor, candidate.context, candidate.method, candidate.micro_batch, candidate.recompute
+    c = candidate
+    return c.tensor, c.context, c.method, c.micro_batch, c.recompute, c.expert
 
 
 def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:

@@ -54,7 +54,7 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
         "elementwise": mean.elementwise + mean.accumulation + casts,
         "recomputation": mean.recomputation,
         "tensor": mean.tensor,
-        "host": mean.host + model.first_wait(),
+        "host": mean.host + mean.stalls + model.first_wait(),
         "bubble": 0.0 if abs(bubble) < ROUNDING * time.pipeline else bubble,
         "gradients": time.gradients + time.tied,
         "optimizer": time.optimizer,
@@ -64,6 +64,8 @@ def step_shares(model: StepModel, time: StepTime, peak_flops: float) -> tuple[Sh
         seconds["copies"] = mean.copies
     if mean.context:
         seconds["context"] = mean.context
+    if mean.expert:
+        seconds["expert"] = mean.expert
     words = _words(model)
     if time.tied > time.gradients:
         words["gradients"] = (
@@ -111,6 +113,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
     compiled = "train.compile: true" if may_compile else ""
     products, less = _either(larger, narrower), _either(smaller, "more stages" if has_layers else "")
     without = "less recomputation, where memory allows"
+    dispatch = "" if spec.model.moe is None else layout.dispatch(spec.model.moe.per_token)
     full = "parallel.recompute: full in addition" if layout.recompute != "full" else ""
     return {
         "arithmetic": ("the model's FLOPs at the device's peak rate", ""),
@@ -130,6 +133,10 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
         "context": (
             f"communication of {layout.context} context-parallel ranks ({layout.context_method or METHODS[0]})",
             _either(*_less_context(spec)),
+        ),
+        "expert": (
+            f"sending tokens to the {layout.expert_size} ranks of their experts, and results back ({dispatch})",
+            _either(*_less_dispatch(spec)),
         ),
         "copies": (
             f"copying activations of {layout.offload_layers} layers a stage to host memory and back",
@@ -151,6 +158,13 @@ def _less_context(spec: JobSpec) -> Iterator[str]:
     for method in METHODS:
         if method != (layout.context_method or METHODS[0]) and _breaks_nothing(spec, "parallel", context_method=method):
             yield f"parallel.context_method: {method}"
+
+
+def _less_dispatch(spec: JobSpec) -> Iterator[str]:
+    """What makes expert-parallel ranks communicate less."""
+    if spec.layout.expert_size > 1:
+        yield "a smaller parallel.expert, where memory allows"
+        yield "one whose ranks share a node (fewer pipeline stages or a smaller tensor size bring them together)"
 
 
 def _words_of_reductions(layout: ParallelConfig, holders: str, less: str) -> tuple[str, str]:

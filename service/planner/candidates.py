@@ -10,6 +10,7 @@ divides evenly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
@@ -67,6 +68,8 @@ class Candidate(NamedTuple):
     method: str | None = None
     """How attention exchanges keys and values; None: the engine's default."""
     zero: int = 1
+    expert: int = 1
+    """Ranks that the experts of a layer are spread over."""
 
     @property
     def holders(self) -> int:
@@ -92,7 +95,7 @@ class Candidate(NamedTuple):
     def sharded_further(self) -> tuple[Candidate, ...]:
         """This candidate under ZeRO 2 and 3, if these would shard more. They communicate for each micro-batch, so they
         are worth it where ZeRO 1 does not fit."""
-        if self.zero > 1 or self.pipeline > 1 or self.holders == 1:
+        if self.zero > 1 or self.pipeline > 1 or self.holders == 1 or self.expert > 1:
             return ()
         return self._replace(zero=2), self._replace(zero=3)
 
@@ -117,6 +120,7 @@ class Candidate(NamedTuple):
         chosen = {name: getattr(self, name) for name in names} | {"stage_layers": self.stage_layers or None}
         order = wish.context_order if self.context > 1 else None
         chosen |= {"context_method": self.method, "context_order": order, "sequence_parallel": None}
+        chosen |= {"expert": self.expert if self.expert > 1 else None, "expert_dispatch": None}
         layout = wish.model_copy(update=chosen)
         train = job.train.model_copy(update={"micro_batch_size": self.micro_batch})
         return job.model_copy(update={"parallel": layout, "train": train})
@@ -132,9 +136,17 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
             m = -(-share // micro_batch)
             whole = batch % (data * pipeline * micro_batch) == 0
             for schedule, virtual_stages in schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
-                for recompute, method in product(RECOMPUTE, METHODS if context > 1 else (None,)):
+                methods = METHODS if context > 1 else (None,)
+                for recompute, method, expert in product(RECOMPUTE, methods, expert_sizes(job, data * context)):
                     shape = pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute, ()
-                    yield Candidate(*shape, context, method)
+                    yield Candidate(*shape, context, method, 1, expert)
+
+
+def expert_sizes(job: JobSpec, holders: int) -> list[int]:
+    """Expert-parallel sizes: those that divide the experts of a layer and the ranks that would hold the same. All may
+    be best: larger ones hold fewer weights and have more rows for each product, smaller ones communicate less."""
+    moe = job.model.moe
+    return [1] if moe is None else divisors(math.gcd(moe.experts, holders))
 
 
 def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:

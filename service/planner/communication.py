@@ -35,6 +35,10 @@ class Groups:
     holders: Group
     """Ranks that hold the same parameters: those of all replicas and context ranks."""
     context: Group
+    expert: Group
+    """Ranks that the experts of a layer are spread over."""
+    expert_holders: Group
+    """Ranks that hold the same experts."""
     stage_stride: int
     """Distance between a rank and its counterpart in the next stage."""
 
@@ -53,7 +57,27 @@ def groups_of(layout: ParallelConfig, cluster: Cluster, software: Software) -> G
     context, holders = _group(c, t, cluster, software), _group(d, data_stride, cluster, software)
     if c > 1:
         holders = Group(c * d, context.per_node * holders.per_node, context.through_hosts or holders.through_hosts)
-    return Groups(cluster, _group(t, 1, cluster, software), holders, context, stage_stride)
+    expert, expert_holders = _expert_groups(layout, data_stride, cluster, software)
+    tensor = _group(t, 1, cluster, software)
+    return Groups(cluster, tensor, holders, context, expert, expert_holders, stage_stride)
+
+
+def _expert_groups(
+    layout: ParallelConfig, data_stride: int, cluster: Cluster, software: Software
+) -> tuple[Group, Group]:
+    """An expert group, whose ranks are consecutive holders (context ranks first), and the ranks with the same
+    experts."""
+    t, c, e = layout.tensor, layout.context, layout.expert_size
+    inside = math.gcd(e, c)  # in the same replica
+    groups = []
+    for of_context, stride, of_data, apart in (
+        (inside, t, e // inside, data_stride),
+        (c // inside, t * inside, layout.expert_holders // (c // inside), data_stride * (e // inside)),
+    ):
+        context, data = _group(of_context, stride, cluster, software), _group(of_data, apart, cluster, software)
+        through_hosts = context.through_hosts or data.through_hosts
+        groups.append(Group(of_context * of_data, context.per_node * data.per_node, through_hosts))
+    return groups[0], groups[1]
 
 
 def _group(size: int, stride: int, cluster: Cluster, software: Software) -> Group:
@@ -112,6 +136,21 @@ def gather_seconds(group: Group, cluster: Cluster, size: float) -> float:
         return 2 * (group.size - 1) * _message_on_core(core, size / group.size)
     latency = _ring_latency(group, cluster.machine)
     return (group.size - 1) / group.size * size / bus_bandwidth(group, cluster) + latency
+
+
+def exchange_seconds(group: Group, cluster: Cluster, size: float) -> float:
+    """All-to-all of `size` bytes a rank, of which each other rank gets an equal part: inside nodes over their links,
+    and at the same time between nodes over the adapters."""
+    if group.size == 1:
+        return 0.0
+    if cluster.machine.core is not None:
+        return gather_seconds(group, cluster, size)
+    machine, constants = cluster.machine, cluster.machine.constants
+    members = min(group.per_node, group.size)
+    inside = (members - 1) / group.size * size / (machine.accelerator.link_bandwidth * constants.inside)
+    adapters = machine.adapters_per_accelerator * machine.adapter_bandwidth * constants.message
+    outside = (group.size - members) / group.size * size / adapters
+    return max(inside, outside) + (machine.hop_seconds if group.nodes == 1 else BETWEEN_LATENCY)
 
 
 def reduce_seconds(group: Group, cluster: Cluster, size: float) -> float:

@@ -14,7 +14,17 @@ from manta.service.planner.operations import WIDE, Budget, attention_seconds, me
 from manta.service.planner.software import Software
 from manta.workers.accounting.step_peak import LOSS_ELEMENTS, LOSS_ROWS
 from manta.workers.config import JobSpec
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Operation, Products, Rotary
+from manta.workers.spec.layer_table import (
+    Activation,
+    Attention,
+    Block,
+    Experts,
+    Heads,
+    Norm,
+    Operation,
+    Products,
+    Rotary,
+)
 
 LAYER, COMPILED_LAYER = (35, 45), (45, 60)
 """Host time of a layer in addition to launching its kernels, in units of one kernel launch, forward and backward:
@@ -107,20 +117,45 @@ class EnginePasses(LayerTime):
                 else:
                     self._elements(budget, 2 * self.width * self._elements_of(y))
             case Products():
-                self._products(budget, self.linear_width, *self._matrices(operation))
-                self._communicate(budget, int(operation.sums or self.spec.layout.sequence_parallel_on))
+                self._products(budget, self.linear_width, *self._matrices(operation), own=operation.whole)
+                gathered = self._entered(operation) if self.spec.layout.sequence_parallel_on else 0
+                self._communicate(budget, 1 if operation.sums else gathered)
             case Rotary(turned=tensors):
                 for columns, turned in tensors:
                     if self.compiled:
                         self._elements(budget, 2 * self.width * self.tokens * columns)
                     else:  # a copy of one half, two products and two sums of halves
                         self._elements(budget, 6 * self.width * self.tokens * turned, 5)
-            case Attention():
+            case Heads():
+                self._make_heads(budget, operation)
+            case Attention(cut=cut):
                 self._attend(budget, self._attention_forward)
+                if cut is not None:
+                    self._elements(budget, 2 * self.width * self._elements_of(cut))
+            case Experts():
+                self._compute_experts(budget)
             case Activation(xs=xs, y=y) if self.compiled:
                 self._elements(budget, (1 + len(xs)) * self.width * self._elements_of(y))
             case Activation():
                 self._activate(budget, operation)
+
+    def _make_heads(self, budget: Budget, heads: Heads) -> None:
+        """Queries, keys and values of latent attention, and the gather of the keys' rotated part."""
+        (q, kv, rotated), (wide, *_), width = heads.xs, heads.ys, self.width * self.tokens
+        turned = self.attention.heads * rotated.columns
+        if self.spec.layout.sequence_parallel_on:
+            self._communicate(budget, rotated.columns / self.hidden)
+        if self.compiled:
+            moved = sum(each.columns for each in (*heads.xs, *heads.ys))
+            self._elements(budget, width * moved, 3)
+            return
+        if heads.copies_queries:
+            self._elements(budget, width * (q.columns + wide.columns))
+        if heads.copies_queries or self.spec.model.score_factor != 1.0:
+            self._elements(budget, 2 * width * wide.columns)
+        self._elements(budget, 6 * width * (turned + rotated.columns) + 2 * width * rotated.columns, 11)
+        zeros = 2 * wide.columns - kv.columns - turned
+        self._elements(budget, width * (2 * kv.columns + turned + rotated.columns + zeros), 5)
 
     def _activate(self, budget: Budget, activation: Activation) -> None:
         gated = len(activation.xs) > 1
@@ -152,17 +187,31 @@ class EnginePasses(LayerTime):
                 else:  # with the sums around it, and in a kernel of its own its weights' gradients
                     moved = (5 + 2) * self.width * self._elements_of(y)
                     self._elements(budget, moved, 4 if y.own else 3)
-            case Products():
-                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
+            case Products(whole=own):
+                shapes = (each[::-1] for each in self._matrices(operation))
+                self._products(budget, self.linear_width, *shapes, own=own)
                 self._bring_together(budget, operation, block)
+            case Heads(xs=(q, kv, rotated), copies_queries=copies):
+                width, turned = self.width * self.tokens, self.attention.heads * rotated.columns
+                if self.compiled:
+                    self._elements(budget, width * (2 * (q.columns + kv.columns) + turned), 3)
+                    return
+                self._elements(budget, width * (2 * q.columns + 6 * turned), 7)
+                if copies or self.spec.model.score_factor != 1.0:
+                    self._elements(budget, 2 * width * q.columns)
+                self._elements(budget, width * (turned + 7 * rotated.columns + 2 * kv.columns), 8)
             case Rotary(turned=tensors) if not self.compiled:
                 for columns, turned in tensors:
                     self._elements(budget, self.width * self.tokens * (2 * columns + 6 * turned), 7)
-            case Attention(y=y, keys=keys):
+            case Attention(y=y, keys=keys, cut=cut):
                 self._attend(budget, self._attention_backward, backward=True)
+                if cut is not None:  # in zeros
+                    self._elements(budget, self.width * (self._elements_of(y) + 2 * self._elements_of(cut)), 2)
                 if self.grouped:  # each head's gradients of keys and values, and their sums over groups
                     moved = self.width * self.tokens * (4 * y.columns + 2 * keys)
                     budget.attention += memory_seconds(self.machine, moved) + 2 * self.gpu.kernel_seconds
+            case Experts() if self.experts is not None:
+                self.experts.backward(budget)
             case Activation(xs=xs, y=y):
                 elements, gated = self._elements_of(y), len(xs) > 1
                 if self.compiled:
@@ -199,6 +248,7 @@ class EnginePasses(LayerTime):
         parameters = sum(rows * columns for rows, columns in matrices)
         self._accumulate(budget, parameters, products)
         self._adapters_gradients(budget)
+        self._gradients_of_experts(budget)
         return budget
 
     def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
-from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS
+from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS, expert_sizes
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
@@ -169,6 +169,8 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
     def of(section: str, **values: Any) -> tuple[str, dict[str, Any]]:
         if parallel["stage_layers"] is not None and _chunks(parallel) != _chunks(parallel | values):
             values["stage_layers"] = None  # its layers are those of other stages
+        if values.get("expert") == 1:
+            values |= {key: None for key in ("expert", "expert_dispatch") if parallel[key] is not None}
         if values.get("context") == 1:  # then these have no effect
             values |= {key: None for key in ("context_method", "context_order") if parallel[key] is not None}
         words = ", ".join(f"{key}: {'null' if value is None else value}" for key, value in values.items())
@@ -197,10 +199,23 @@ def _changes(spec: JobSpec) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield of("parallel", context_method=method)
         order = "zigzag" if parallel["context_order"] == "contiguous" else "contiguous"
         yield of("parallel", context_order=order)
+    yield from (of("parallel", **values) for values in _spreads(spec))
     if spec.layout.holders > 1:
         for zero in (0, 1, 2, 3) if parallel["pipeline"] == 1 else (0, 1):
             if zero != parallel["zero"]:
                 yield of("parallel", zero=zero)
+
+
+def _spreads(spec: JobSpec) -> Iterator[dict[str, Any]]:
+    """Other ways to spread experts over ranks: the next sizes, and the other dispatch."""
+    layout, moe = spec.layout, spec.model.moe
+    sizes = expert_sizes(spec, layout.holders)
+    if layout.expert_size in sizes:
+        at = sizes.index(layout.expert_size)
+        yield from ({"expert": size} for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]))
+    if moe is not None and layout.expert_size > 1:
+        now = layout.dispatch(moe.per_token)
+        yield {"expert_dispatch": "all_to_all" if now == "all_gather" else "all_gather"}
 
 
 def _chunks(parallel: dict[str, Any]) -> tuple[int, int, bool]:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from manta.service.planner.communication import Groups, gather_seconds, reduce_seconds
 from manta.service.planner.context_time import ContextTime, scores_computed
+from manta.service.planner.expert_time import ExpertTime
 from manta.service.planner.hardware import HOST_COPY
 from manta.service.planner.operations import (
     ROW_BYTES,
@@ -32,6 +33,8 @@ from manta.workers.spec.layer_table import (
     Activation,
     Attention,
     Block,
+    Experts,
+    Heads,
     Norm,
     Operation,
     Products,
@@ -68,10 +71,12 @@ class LayerTime:
     software: Software
     frozen: frozenset[str] = frozenset()
     """Names, within a layer, of parameters that are not trained; or that of the output layer's weight."""
+    layer: int = 0
+    """The layer."""
 
-    def without(self, frozen: frozenset[str]) -> LayerTime:
-        """Times of this model's parts with only the parameters in `frozen` frozen."""
-        return replace(self, frozen=frozen)
+    def without(self, frozen: frozenset[str], layer: int = 0) -> LayerTime:
+        """Times of this model's parts, with layer `layer`, with only the parameters in `frozen` frozen."""
+        return replace(self, frozen=frozen, layer=layer)
 
     def __post_init__(self) -> None:
         spec, model = self.spec, self.spec.model
@@ -79,22 +84,34 @@ class LayerTime:
         self.width, self._vocabulary = width_of(spec), vocabulary_rows(spec)
         self.linear_width = self.width if spec.train.fp8 == "off" else 1
         self.tokens, self.outside = tokens_of(spec)
-        self.hidden, self.table = model.hidden_size, layer_table_of(spec)
+        self.hidden, self.table = model.hidden_size, layer_table_of(spec, self.layer)
         self.attention, self.has_dropout = self.table.attention, model.dropout > 0
         self.projects_at_once = True
         """Whether queries, keys and values are one product."""
         self.host_operations = (0, 0)
         """What a layer costs the host in addition to its operations, in units of one, forward and backward."""
+        self.experts: ExpertTime | None = None
+        """The layer's experts, if it has some."""
+        if self.table.experts is not None:
+            given = self.spec, self.groups, self.software, self.table.experts, self.frozen, self._elements
+            self.experts = ExpertTime(*given)
+        self.enters_alone = self.experts is not None and not any(
+            isinstance(each, Products) for each in self.table.blocks[-1].operations
+        )
+        """Whether experts gather their input, and sum their results over tensor ranks, without shared experts that do
+        it."""
 
-    def passes(self) -> Passes:
-        """The times of all parts."""
+    def layer_passes(self) -> tuple[Budget, Budget, Budget]:
+        """Times of the layer: forward, and both halves of backward."""
         forward, backward, weight = self.forward(), self.backward_input(), self.backward_weight()
         forward.copies = self._waiting_for_copies(forward.device_seconds)
         backward.copies = self._waiting_for_copies(backward.device_seconds + weight.device_seconds)
+        return forward, backward, weight
+
+    def passes(self) -> Passes:
+        """The times of all parts."""
         return Passes(
-            forward,
-            backward,
-            weight,
+            *self.layer_passes(),
             self.embedding_forward(),
             self.embedding_backward(),
             self.output_forward(),
@@ -110,7 +127,7 @@ class LayerTime:
         count = min(layout.offload_layers, layers)
         if count == 0:
             return 0.0
-        terms = saved_terms(self.spec, 0, layout.recompute)
+        terms = saved_terms(self.spec, self.layer, layout.recompute)
         rate = HOST_COPY if self.machine.gpu is None else self.machine.gpu.copy
         moved = sum(offloaded(self.spec, 0, 0, terms)) / rate
         return max(0.0, moved * count / layers - seconds)
@@ -149,17 +166,21 @@ class LayerTime:
             return gather_seconds(tensor, cluster, size)
         return reduce_seconds(tensor, cluster, size)
 
-    def _communicate(self, budget: Budget, times: int) -> None:
+    def _entered(self, products: Products) -> float:
+        """Collectives of products at the beginning of a block, as a part of one of the residual stream."""
+        return 0.0 if products.whole else products.x.columns / self.hidden
+
+    def _communicate(self, budget: Budget, times: float) -> None:
         """`times` collectives, while nothing else runs."""
         if self.groups.tensor.size > 1:
             budget.tensor += times * self._boundary + self._waits(times) * self.machine.constants.skew_seconds
-            budget.operations += times
+            budget.operations += math.ceil(times)
 
-    def _waits(self, times: int) -> float:
+    def _waits(self, times: float) -> float:
         """How many of `times` collectives wait for late ranks: a gather that directly follows a scatter does not."""
         return times / 2 if self.spec.layout.sequence_parallel_on else times
 
-    def _communicate_overlapped(self, budget: Budget, times: int, work: float) -> None:
+    def _communicate_overlapped(self, budget: Budget, times: float, work: float) -> None:
         """`times` collectives that overlap with `work` seconds of products, as far as the engine does that."""
         hidden = self.software.overlaps_tensor
         if not hidden:
@@ -167,36 +188,36 @@ class LayerTime:
         elif self.groups.tensor.size > 1:
             whole = times * self._boundary
             budget.tensor += whole - hidden * min(whole, work)
-            budget.operations += times
+            budget.operations += math.ceil(times)
 
-    def _enter(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+    def _enter(self, budget: Budget, width: int, *products: tuple[int, int], boundary: float = 1.0) -> None:
         """Forward products (n, k) of the input of a tensor-parallel block, which is gathered first if the sequence is
-        split."""
+        split; `boundary`: the input's part of the width of the residual stream."""
         if self.spec.layout.sequence_parallel_on:
-            self._with_boundary(budget, width, *products)
+            self._with_boundary(budget, width, *products, boundary=boundary)
         else:
             self._products(budget, width, *products)
 
-    def _products(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
-        """Products of all tokens with n results each, from k inputs."""
-        machine, tokens = self.machine, self.tokens
+    def _products(self, budget: Budget, width: int, *products: tuple[int, int], own: bool = False) -> None:
+        """Products of all tokens, or of a rank's own ones, with n results each, from k inputs."""
+        machine, tokens = self.machine, self.outside if own else self.tokens
         budget.products += sum(product_seconds(machine, tokens, n, k, 1, width, unit_of(n, k)) for n, k in products)
         budget.operations += len(products)
 
-    def _with_boundary(self, budget: Budget, width: int, *products: tuple[int, int]) -> None:
+    def _with_boundary(self, budget: Budget, width: int, *products: tuple[int, int], boundary: float = 1.0) -> None:
         """Products of all tokens with a common input, and the collective that gathers it or sums their result: one
         after the other, or overlapping chunk by chunk."""
         layout, ranks = self.spec.layout, self.groups.tensor.size
         chunks = layout.forward_chunks if ranks > 1 else 1
         if chunks == 1:
             self._products(budget, width, *products)
-            self._communicate(budget, 1)
+            self._communicate(budget, boundary)
             return
         # One block of each rank's part of the sequence, in one kernel.
         blocks = ranks if layout.sequence_parallel_on else 1
         rows = -(-self.tokens // (blocks * chunks))
         product = sum(product_seconds(self.machine, rows, n, k, blocks, width, unit_of(n, k)) for n, k in products)
-        collective = self._collective(self.tokens * self.hidden * self.width / chunks)
+        collective = self._collective(boundary * self.tokens * self.hidden * self.width / chunks)
         # Every chunk's collective overlaps with a product, except the first gather or the last sum.
         hidden = self.software.overlaps_tensor * (chunks - 1) * min(collective, product)
         budget.products += chunks * product
@@ -247,13 +268,29 @@ class LayerTime:
             case Products(sums=True):
                 self._with_boundary(budget, self.linear_width, *self._matrices(operation))
             case Products(ys=ys):
-                self._enter(budget, self.linear_width, *self._matrices(operation))
+                if operation.whole:
+                    self._products(budget, self.linear_width, *self._matrices(operation), own=True)
+                else:
+                    boundary = self._entered(operation)
+                    self._enter(budget, self.linear_width, *self._matrices(operation), boundary=boundary)
                 if operation.projects:  # bias, or turning and splitting
                     self._elements(budget, 2 * width * sum(map(self._elements_of, ys)))
+            case Heads(xs=xs, ys=ys):
+                self._elements(budget, width * sum(map(self._elements_of, (*xs, *ys))))
+                self._communicate(budget, xs[2].columns / self.hidden if self.spec.layout.sequence_parallel_on else 0)
             case Attention():
                 self._attend(budget, self._attention_forward)
+            case Experts():
+                self._compute_experts(budget)
             case Activation(xs=xs, y=y):
                 self._elements(budget, ((1 if self.software.fused else 3) + len(xs)) * width * self._elements_of(y))
+
+    def _compute_experts(self, budget: Budget) -> None:
+        """Experts' forward."""
+        assert self.experts is not None
+        self.experts.forward(budget)
+        if self.enters_alone:
+            self._communicate(budget, 2 if self.spec.layout.sequence_parallel_on else 1)
 
     def _residual(self, budget: Budget, block: Block) -> None:
         self._elements(budget, self._residual_bytes())
@@ -351,10 +388,15 @@ class LayerTime:
         match operation:
             case Norm(y=y) if y.own:  # two kernels, for its input and its weights
                 self._elements(budget, (5 + 3) * self.width * self._elements_of(y))
-            case Products():
-                self._products(budget, self.linear_width, *(each[::-1] for each in self._matrices(operation)))
+            case Products(whole=own):
+                shapes = (each[::-1] for each in self._matrices(operation))
+                self._products(budget, self.linear_width, *shapes, own=own)
+            case Heads(xs=xs, ys=ys):
+                self._elements(budget, self.width * sum(map(self._elements_of, (*xs, *ys))))
             case Attention():
                 self._attend(budget, self._attention_backward, backward=True)
+            case Experts() if self.experts is not None:
+                self.experts.backward(budget)
             case Activation(xs=xs, y=y):
                 moved = (3 if self.software.fused else 5) + len(xs)
                 self._elements(budget, moved * self.width * self._elements_of(y))
@@ -363,12 +405,16 @@ class LayerTime:
         """Collectives of backward: gradients of the blocks' inputs are reduced; with sequence parallelism those of
         their outputs are gathered first, and the inputs again for the weights' gradients."""
         weights, entering = self.weight_products(), [each for each in self.table.products if not each.sums]
+        entered = sum(map(self._entered, entering))
+        entered += sum(each.xs[2].columns / self.hidden for each in self.table.operations if isinstance(each, Heads))
+        alone = int(self.enters_alone)
         if self.spec.layout.sequence_parallel_on:
-            again = sum(bool(each.adapters or self._matrices(each, trained=True)) for each in entering)
-            self._communicate(budget, len(self.table.products) - len(entering))
-            self._communicate_overlapped(budget, len(entering) + again, 2 * weights)
+            trained = [each for each in entering if each.adapters or self._matrices(each, trained=True)]
+            again = sum(map(self._entered, trained))
+            self._communicate(budget, len(self.table.products) - len(entering) + alone)
+            self._communicate_overlapped(budget, entered + again + 2 * alone, 2 * weights)
         else:
-            self._communicate_overlapped(budget, len(entering), weights)
+            self._communicate_overlapped(budget, entered + alone, weights)
 
     def trained_matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of a layer's matrices that have gradients."""
@@ -376,10 +422,15 @@ class LayerTime:
 
     def weight_products(self) -> float:
         """Seconds of all products for a layer's weight gradients."""
-        machine, tokens, width = self.machine, self.tokens, self.linear_width
-        own = sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in self.trained_matrices())
-        shapes = [shape for each in self.table.products for shape in each.adapters.values()]
-        return own + sum(product_seconds(machine, m, n, tokens, 1, self.width, unit_of(m, n)) for m, n in shapes)
+        machine, seconds = self.machine, 0.0
+        for each in self.table.products:
+            tokens = self.outside if each.whole else self.tokens
+            for width, shapes in (
+                (self.linear_width, self._matrices(each, trained=True)),
+                (self.width, each.adapters.values()),
+            ):
+                seconds += sum(product_seconds(machine, m, n, tokens, 1, width, unit_of(m, n)) for m, n in shapes)
+        return seconds
 
     def _adapters_gradients(self, budget: Budget) -> None:
         """What gradients of adapters take besides their own products: dropout and the product with A are repeated."""
@@ -407,7 +458,20 @@ class LayerTime:
         parameters = sum(rows * columns for rows, columns in matrices)
         budget.accumulation = memory_seconds(self.machine, self.software.accumulation_bytes * parameters)
         self._adapters_gradients(budget)
+        self._gradients_of_experts(budget)
         return budget
+
+    def _gradients_of_experts(self, budget: Budget) -> None:
+        """Gradients of the weights of experts and of the router."""
+        if self.experts is not None:
+            kernels, elements = self.experts.weights(budget)
+            self._accumulate(budget, elements, kernels)
+
+    def _accumulate(self, budget: Budget, parameters: int, products: int, parts: int = 1) -> None:
+        """Adding `products` gradients, of so many elements together, to the sums of micro-batches; each is computed in
+        `parts` products."""
+        moved = parts * self.software.accumulation_bytes * parameters
+        budget.accumulation += memory_seconds(self.machine, moved)
 
     @cached_property
     def _recomputed_part(self) -> float:
@@ -496,5 +560,6 @@ class LayerTime:
 
 def as_recomputation(again: Budget) -> Budget:
     """A forward that backward repeats; its communication stays communication."""
-    computes = again.device_seconds - again.tensor - again.context
-    return Budget(recomputation=computes, tensor=again.tensor, context=again.context, operations=again.operations)
+    moves = {name: getattr(again, name) for name in ("tensor", "context", "expert", "operations")}
+    computes = again.device_seconds - again.tensor - again.context - again.expert - again.stalls
+    return Budget(recomputation=computes, **moves)

@@ -10,18 +10,18 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manta.service.planner.candidates import MIN_CONTEXT_TOKENS
+from manta.service.planner.candidates import MIN_CONTEXT_TOKENS, expert_sizes
 from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import DeviceBytes, bytes_of_stage
 from manta.workers.accounting.flops import layers_of_rank, stages_on_rank
-from manta.workers.accounting.state_costs import SLOTS, copies_bytes, host_state_bytes, state_bytes_of_ranks
+from manta.workers.accounting.state_costs import SLOTS, copies_bytes, held_bytes, host_state_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import layer_counts, layers_of
-from manta.workers.spec.parameters import first_trained_layer, frozen_by_layer, layers_differ
+from manta.workers.spec.parameters import first_trained_layer, layer_kinds, layers_differ
 from manta.workers.spec.rules import broken_keys
 
 RESERVE = 0.04
@@ -103,8 +103,8 @@ def _candidates(spec: JobSpec, types: Sequence[str | None] | None = None) -> lis
 
 
 def _kind_of(spec: JobSpec, rank: int) -> tuple[object, ...]:
-    """A key that is equal for ranks that are alike: number of layers of each chunk, and which parts are frozen."""
-    first, by_layer = first_trained_layer(spec), frozen_by_layer(spec)
+    """A key that is equal for ranks that are alike: number of layers of each chunk, and of which kinds they are."""
+    first, by_layer = first_trained_layer(spec), layer_kinds(spec)
     chunks = (layers_of(spec.model.layers, spec.layout, index) for index in stages_on_rank(spec, rank))
     return tuple((len(layers), by_layer[max(first, layers.start) : layers.stop]) for layers in chunks)
 
@@ -144,8 +144,7 @@ def host_bytes(spec: JobSpec, gpus_per_node: int) -> int:
     )
     if spec.checkpoint.snapshots == "off":
         return waiting * ranks
-    held = max(state_bytes_of_ranks(spec)) / spec.layout.state_shards
-    return round((SLOTS * held + waiting) * ranks)
+    return round((SLOTS * held_bytes(spec) + waiting) * ranks)
 
 
 def layers_with_room(
@@ -272,7 +271,10 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
 
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
-    if layout.holders > 1 and layout.pipeline == 1:
+    for expert in expert_sizes(spec, layout.holders):
+        if expert > layout.expert_size:
+            yield f"parallel.expert: {expert}", with_layout(expert=expert)
+    if layout.expert_size == 1 and layout.holders > 1 and layout.pipeline == 1:
         yield from ((f"parallel.zero: {zero}", with_layout(zero=zero)) for zero in (2, 3) if zero > layout.zero)
     if layout.recompute == "none" and spec.attention_is_explicit:
         yield "parallel.recompute: selective", with_layout(recompute="selective")

@@ -149,11 +149,15 @@ class Budget:
     """Communication of the tensor group that nothing hides."""
     context: float = 0.0
     """Communication of the context group that nothing hides."""
+    expert: float = 0.0
+    """Communication of the expert group: tokens to the ranks of their experts, and results back."""
     host: float = 0.0
     """Waiting for the host to launch the next operation."""
     operations: float = 0
     copies: float = 0.0
     """Waiting for activations on their way to host memory and back."""
+    stalls: float = 0.0
+    """Waiting for the host to learn how many tokens each expert has."""
 
     @property
     def seconds(self) -> float:
@@ -164,7 +168,7 @@ class Budget:
     def device_seconds(self) -> float:
         """Seconds without waiting for the host."""
         computes = self.products + self.attention + self.elementwise + self.accumulation + self.recomputation
-        return computes + self.tensor + self.context + self.copies
+        return computes + self.tensor + self.context + self.expert + self.copies + self.stalls
 
     def wait_for_host(self, machine: Machine) -> Budget:
         """Makes the pass at least as long as the host takes for all its operations, or longer by that time if the host

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from manta.service.planner.hardware import Machine
+from manta.workers.accounting.activation_bytes import IMBALANCE
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Software:
     (`engine_passes.py`), instead of by the common estimate."""
     update_operations: int = 0
     """Operations of the host at the end of a step; on the device they are kernels with next to no work."""
+    groups_experts: bool = False
+    """Whether the products of all experts of a rank are one kernel, instead of one for each."""
+    sends_rows_again: bool = True
+    """Whether the inputs of experts on other ranks are sent again in backward, instead of kept there."""
+    imbalance: float = IMBALANCE
+    """Rows of the busiest expert-parallel rank, relative to the mean: one where tables are of balanced tokens."""
     shards_optimizer: bool = False
     """Whether with `zero: 1` each replica updates a part of the parameters, followed by an all-gather (of 16-bit
     parameters)."""

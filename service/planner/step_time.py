@@ -1,8 +1,9 @@
 """Seconds of one optimizer step of a job on a cluster, and where they go. Pure Python.
 
-With `train.frozen`, layers differ by which of their parameters are frozen; with `train.lora` all are but those of
-adapters. Backward ends in the first layer that a gradient reaches; the layers below only run forward. Above, frozen
-weights need no gradient products, sums or casts of their own; gradients still pass through them.
+Layers are of several kinds: with experts or without, and with `train.frozen` by which of their parameters are frozen;
+with `train.lora` all are but those of adapters. Backward ends in the first layer that a gradient reaches; the layers
+below only run forward. Above, frozen weights need no gradient products, sums or casts of their own; gradients still
+pass through them.
 """
 
 from __future__ import annotations
@@ -27,18 +28,21 @@ from manta.service.planner.layer_time import CAST_BOTH, LayerTime
 from manta.service.planner.operations import WIDE, Budget, Passes, host_wait, memory_seconds
 from manta.service.planner.pipeline import Pipeline, SharedCores, StageTimes
 from manta.service.planner.software import MANTA, Software, engine_on
-from manta.workers.accounting.flops import trained_parameters, vocabulary_rows
+from manta.workers.accounting.flops import trained_experts_of_rank, trained_parameters, vocabulary_rows
+from manta.workers.accounting.layer_passes import in_8_bits
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, bytes_per_parameter
 from manta.workers.accounting.unit_bytes import gathered_elements, units_of
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import chunk_location, end_ranks, layers_of
-from manta.workers.spec.layer_table import layer_table
 from manta.workers.spec.parameters import (
     TOKEN_EMBEDDING,
+    LayerKind,
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
     is_partly_frozen,
+    layer_kinds,
+    layers_differ,
+    layers_of_kinds,
     output_weight,
 )
 from manta.workers.system.threads import decided_threads
@@ -83,6 +87,12 @@ def threads_in(spec: JobSpec, cluster: Cluster) -> int:
     return decided_threads(spec, [(machine.cores, min(most, cluster.gpus_per_node))])
 
 
+def most_trained(spec: JobSpec) -> tuple[int, int]:
+    """Parameters that the rank with most trains, at least one, and those of experts among them."""
+    each = enumerate(trained_parameters(spec))
+    return max((max(1, trained), trained_experts_of_rank(spec, rank)) for rank, trained in each)
+
+
 def min_backward_seconds(pipeline: Pipeline) -> float:
     """Seconds of the shortest backward of a virtual stage."""
     return min(time.backward for time in pipeline.times if time.backward > 0)
@@ -96,30 +106,50 @@ class StagePasses:
         self.layer, self.parts, spec = layer, parts or layer.passes(), layer.spec
         self.is_frozen = is_partly_frozen(spec)
         """Whether a part of the model is not trained."""
-        self._first = first_trained_layer(spec)
-        self._frozen = frozen_by_layer(spec) if self.is_frozen else ()
-        whole = self.parts.backward_input, self.parts.backward_weight
-        self._known: dict[frozenset[str], tuple[Budget, Budget]] = {} if self.is_frozen else {frozenset(): whole}
+        self._first, self._all = first_trained_layer(spec), layer_kinds(spec)
+        self.layers_differ = layers_differ(spec)
+        """Whether layers may be of several kinds."""
+        whole = self.parts.forward, self.parts.backward_input, self.parts.backward_weight
+        self._known: dict[LayerKind, tuple[Budget, Budget, Budget]] = {} if self.is_frozen else {self._all[0]: whole}
         self._times: dict[object, StageTimes] = {}
 
     def times(self, layers: range, first: bool = False, last: bool = False) -> StageTimes:
         """Times of a virtual stage with these `layers` of the model, at one end of it or both."""
-        kinds = frozenset(self._kinds(layers).items()) if self.is_frozen else None
+        several = self.is_frozen or self.layers_differ
+        kinds = (frozenset(self._kinds(layers).items()), self._forwards(layers)) if several else None
         key = len(layers), kinds, first, last
         if key not in self._times:
             self._times[key] = StageTimes(*(budget.seconds for budget in self.budgets(layers, first, last)))
         return self._times[key]
 
     def times_of(self, layers: int, first: bool = False, last: bool = False) -> StageTimes:
-        """Times of a virtual stage with so many layers. If a part is frozen, only those of its forward: the others
-        depend on which layers it has."""
-        if not self.is_frozen:
+        """Times of a virtual stage with so many layers, as the mean over kinds of layers. If a part is frozen, only
+        those of its forward: the others depend on which layers it has."""
+        if not (self.is_frozen or self.layers_differ):
             return self.times(range(layers), first, last)
         key = layers, first, last
         if key not in self._times:
-            forward = self._forward(layers, first, last).wait_for_host(self.layer.machine)
+            machine, mean = self.layer.machine, self._mean
+            forward = self._with_ends(Budget().plus(mean[0], layers), first, last).wait_for_host(machine)
             self._times[key] = StageTimes(forward.seconds, 0.0, 0.0)
+            if not self.is_frozen:
+                backward, weight = (Budget().plus(each, layers) for each in mean[1:])
+                backward = backward.plus(self.parts.first_backward, first).plus(self.parts.last_backward, last)
+                ends = backward.wait_for_host(machine), weight.wait_for_host(machine)
+                self._times[key] = StageTimes(forward.seconds, *(each.seconds for each in ends))
         return self._times[key]
+
+    @cached_property
+    def _mean(self) -> tuple[Budget, Budget, Budget]:
+        """Times of a layer, as the mean over all; of frozen parameters its forward alone."""
+        total = Budget(), Budget(), Budget()
+        for kind, times in self._forwards(range(len(self._all))):
+            part = self._layer(kind) if not self.is_frozen else (self._forward_of(kind), Budget(), Budget())
+            forward, backward, weight = (
+                one.plus(other, times / len(self._all)) for one, other in zip(total, part, strict=True)
+            )
+            total = forward, backward, weight
+        return total
 
     def seconds(self, counts: Collection[int]) -> float:
         """Seconds of inner virtual stages with these numbers of layers, in total."""
@@ -128,10 +158,12 @@ class StagePasses:
 
     def budgets(self, layers: range, first: bool, last: bool) -> tuple[Budget, Budget, Budget]:
         """Times of a virtual stage, as in `times`, broken down by what the time goes to."""
-        machine, forward = self.layer.machine, self._forward(len(layers), first, last)
-        backward, weight = Budget(), Budget()
+        machine, forward, backward, weight = self.layer.machine, Budget(), Budget(), Budget()
+        for kind, times in self._forwards(layers):
+            forward = forward.plus(self._forward_of(kind), times)
+        forward = self._with_ends(forward, first, last)
         for kind, times in self._kinds(layers).items():
-            of_input, of_weight = self._backward(kind)
+            _, of_input, of_weight = self._layer(kind)
             backward, weight = backward.plus(of_input, times), weight.plus(of_weight, times)
         if first and self._first < 0:
             backward = backward.plus(self.parts.first_backward)
@@ -142,25 +174,42 @@ class StagePasses:
             return forward, backward, weight
         return forward.wait_for_host(machine), backward.wait_for_host(machine), weight.wait_for_host(machine)
 
-    def _forward(self, layers: int, first: bool, last: bool) -> Budget:
-        """The stage's forward, without waiting for the host."""
-        forward = Budget().plus(self.parts.forward, layers)
+    def _with_ends(self, forward: Budget, first: bool, last: bool) -> Budget:
+        """A stage's forward, without waiting for the host."""
         if first:
             forward = forward.plus(self.parts.first_forward)
         return forward.plus(self.parts.last_forward) if last else forward
 
-    def _kinds(self, layers: range) -> Mapping[frozenset[str], int]:
-        """Of these layers that have a backward, how many have the same parameters frozen."""
-        if not self.is_frozen:
-            return {frozenset(): len(layers)}
-        return Counter(self._frozen[max(layers.start, self._first) : layers.stop])
+    def _forwards(self, layers: range) -> tuple[tuple[LayerKind, int], ...]:
+        """How many of these layers are of each kind that forward distinguishes: with experts or without."""
+        if not self.layers_differ:
+            return ((self._all[0], len(layers)),)
+        experts = sum(self._all[layer].has_experts for layer in layers)
+        counts = (LayerKind(True), experts), (LayerKind(False), len(layers) - experts)
+        return tuple(each for each in counts if each[1])
 
-    def _backward(self, frozen: frozenset[str]) -> tuple[Budget, Budget]:
-        """Both halves of the backward of a layer in which the parameters `frozen` are not trained."""
-        if frozen not in self._known:
-            layer = self.layer.without(frozen)
-            self._known[frozen] = layer.backward_input(), layer.backward_weight()
-        return self._known[frozen]
+    def _kinds(self, layers: range) -> Mapping[LayerKind, int]:
+        """Of these layers that have a backward, how many are of each kind."""
+        if not (self.is_frozen or self.layers_differ):
+            return {self._all[0]: len(layers)}
+        return Counter(self._all[max(layers.start, self._first) : layers.stop])
+
+    def _forward_of(self, kind: LayerKind) -> Budget:
+        """The forward of a layer of this kind."""
+        if kind.has_experts == self._all[self.layer.layer].has_experts:
+            return self.parts.forward
+        return self._layer(kind._replace(frozen=frozenset()))[0]
+
+    def _layer(self, kind: LayerKind) -> tuple[Budget, Budget, Budget]:
+        """Forward and both halves of the backward of a layer of this kind."""
+        if kind not in self._known:
+            number = next(layer for layer, each in enumerate(self._all) if each.has_experts == kind.has_experts)
+            layer = self.layer.without(kind.frozen, number)
+            if self.is_frozen:
+                self._known[kind] = layer.forward(), layer.backward_input(), layer.backward_weight()
+            else:
+                self._known[kind] = layer.layer_passes()
+        return self._known[kind]
 
     @cached_property
     def _last_backward(self) -> Budget:
@@ -179,15 +228,22 @@ class StepModel:
         cluster: Cluster,
         software: Software = MANTA,
         passes: StagePasses | None = None,
-        parameters: int | None = None,
+        parameters: tuple[int, int] | None = None,
     ):
-        """`passes` and `parameters` (of the rank that has most): if known from an equal job."""
+        """`passes` and `parameters` (those that the rank with most trains, and of these experts'): if known from an
+        equal job."""
         self.spec, self.software = spec, software
         self.cluster = cluster = with_threads(cluster, threads_in(spec, cluster))
         self.groups: Groups = groups_of(spec.layout, cluster, software)
         self.layer = layer_time(spec, self.groups, software)
         self.passes = passes or StagePasses(self.layer)
-        self.parameters = parameters or max(1, *trained_parameters(spec))
+        self.most_trained = self.parameters, self._experts = parameters or most_trained(spec)
+
+    @property
+    def _regions(self) -> tuple[tuple[int, Group], ...]:
+        """Trained parameters by the ranks that hold them."""
+        apart = self._experts if self.spec.layout.expert_size > 1 else 0
+        return (self.parameters - apart, self.groups.holders), (apart, self.groups.expert_holders)
 
     def pipeline(self) -> Pipeline:
         """The pipeline, with the times of every virtual stage."""
@@ -281,10 +337,10 @@ class StepModel:
     def cast_seconds(self) -> float:
         """With 8-bit products, the time to cast the weights of all stages: in a step's first micro-batch no stage has
         cast weights yet, and the following ones wait for it."""
-        model, layout = self.spec.model, self.spec.layout
         if self.spec.train.fp8 == "off":
             return 0.0
-        elements = model.layers * sum(layer_table(model, layout.tensor).matrices.values())
+        layers = layers_of_kinds(self.spec, range(self.spec.model.layers))
+        elements = sum(times * in_8_bits(self.spec, layer) for layer, times in layers)
         return memory_seconds(self.cluster.machine, CAST_BOTH * elements)
 
     def full_model(self) -> tuple[Budget, Budget, Budget] | None:
@@ -310,11 +366,10 @@ class StepModel:
         """The part of the reduction over replicas that nothing hides; `backward`: shortest of a virtual stage."""
         if self.spec.layout.zero >= 2:
             return self._alike(self._sharded_seconds(backward))
-        size, holders = self.parameters * self.software.gradient_bytes, self.groups.holders
-        if self.software.shards_optimizer:
-            whole = gather_seconds(holders, self.cluster, size)
-        else:
-            whole = reduce_seconds(holders, self.cluster, size)
+        whole, exchange = 0.0, gather_seconds if self.software.shards_optimizer else reduce_seconds
+        for elements, holders in self._regions:
+            if elements:
+                whole += exchange(holders, self.cluster, elements * self.software.gradient_bytes)
         if not self.software.overlaps_gradients:
             return self._alike(whole)
         # Overlaps with the backward of the step's last micro-batch, in which gradients become complete.
@@ -361,16 +416,18 @@ class StepModel:
     def optimizer_seconds(self) -> float:
         """The update and its distribution to all replicas."""
         layout = self.spec.layout
-        split = layout.state_shards if self.software.shards_optimizer else 1
+        is_split = layout.zero > 0 and self.software.shards_optimizer
         offload = self.spec.train.optimizer.offload
-        update = (self._offloaded_update if offload else self._update)(self.parameters / split)
+        ranks = (layout.holders, layout.expert_holders) if is_split else (1, 1)
+        own = sum(elements / held for (elements, _), held in zip(self._regions, ranks, strict=True) if elements)
+        update = (self._offloaded_update if offload else self._update)(own)
         update += self._update_wait()
         if not self.software.shards_optimizer or layout.zero == 3:
             return self._alike(update)
         # The parameters that each replica has updated, or without ZeRO the gradients that it has summed, go to all
         # others.
         width = self.layer.width if layout.zero else self.software.gradient_bytes
-        gather = gather_seconds(self.groups.holders, self.cluster, self.parameters * width)
+        gather = sum(gather_seconds(holders, self.cluster, size * width) for size, holders in self._regions if size)
         return self._alike(update + gather - (min(gather, self._forward()) if self._gather_overlaps_forward else 0.0))
 
     @property
@@ -413,18 +470,19 @@ class MixedStepModel(StepModel):
         layout = spec.layout
         types = layout.stage_accelerators or ()
         parts: dict[str, StepModel] = {}
-        most: dict[str, int] = {}
-        for type, trained in zip(types, trained_parameters(spec), strict=True):
-            most[type] = max(1, trained, most.get(type, 0))
+        most: dict[str, tuple[int, int]] = {}
+        for rank, (type, trained) in enumerate(zip(types, trained_parameters(spec), strict=True)):
+            own = max(1, trained), trained_experts_of_rank(spec, rank)
+            most[type] = max(own, most.get(type, own))
         for type, part in zip(types, parts_of(spec, cluster), strict=True):
             if type not in parts:
-                own = {"pipeline": Counter(types)[type], "stage_layers": None, "stage_accelerators": None}
-                alone = spec.model_copy(update={"parallel": layout.model_copy(update=own)})
+                where = {"pipeline": Counter(types)[type], "stage_layers": None, "stage_accelerators": None}
+                alone = spec.model_copy(update={"parallel": layout.model_copy(update=where)})
                 parts[type] = _Part(alone, part, engine_on(part.machine), parameters=most[type])
         self._stages = [parts[type] for type in types]
         self._parts = list(parts.values())
         slowest = max(self._parts, key=lambda each: each.passes.parts.forward.seconds)
-        super().__init__(spec, slowest.cluster, slowest.software, slowest.passes, slowest.parameters)
+        super().__init__(spec, slowest.cluster, slowest.software, slowest.passes, slowest.most_trained)
 
     def part_of(self, index: int) -> StepModel:
         """The model of the part of the cluster that virtual stage `index` is on."""

@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import get_args
 
 import pytest
 from perfetto_reader import read_trace
@@ -12,6 +13,8 @@ from benchmarks.support.timeline import PassTimes
 from manta.api.cli.main import command_line
 from manta.api.client import Client
 from manta.api.routes.traces import planner_cluster
+from manta.api.schemas.traces import BudgetPart
+from manta.service.step_traces.budget import PARTS
 from manta.service.store import generations, jobs, metrics, ranks, step_traces
 from manta.workers.config import ParallelConfig
 from manta.workers.spec.reading import parse_job_spec
@@ -129,6 +132,10 @@ def test_budget_is_made_from_a_trace_phases_or_the_ledger(service, job):
     assert service.http.get(address).json()["measured_from"] == "trace_1"
     assert service.http.get(address, params={"from": "phases"}).json()["measured_from"] == "phases"
     assert service.http.get(address, params={"from": "dreams"}).status_code == 422
+
+
+def test_every_part_of_a_step_may_be_in_an_answer():
+    assert get_args(BudgetPart.model_fields["name"].annotation) == PARTS
 
 
 def test_a_budget_without_parts_has_the_waits_of_the_newest_generation(service, job):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from manta.api.client import ApiError
+from manta.api.client import ApiError, calls
 
 STEPS = 100_000
 """More than are trained: tests end their jobs when they have seen enough."""
@@ -96,3 +96,26 @@ def test_resize_of_a_job_outside_its_bounds_is_refused(manta):
     else:
         raise AssertionError("it was not refused")
     manta.cancel(job)
+
+
+def test_job_with_spread_experts_grows_and_shrinks_by_whole_expert_groups(manta):
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16, "balance": {"bias_rate": 0.001}}
+    document = manta.spec(STEPS, (1, 1, 2), model={"family": "llama", "moe": moe}, elastic={"max_data": 4})
+    document["parallel"]["expert"] = 2
+    job = manta.submit(document)
+    manta.leave_room(job)
+    manta.until_step(job, 5)
+    with pytest.raises(ApiError, match=r"in steps of 2, whole groups of parallel\.expert"):
+        manta.client.resize(job, 3)
+    for data in (4, 2):
+        manta.client.resize(job, data)
+        manta.until(f"{data} replicas", lambda data=data: manta.client.job(job).parallel["data"] == data)
+        manta.until_step(job, manta.client.job(job).step + 5)
+    assert [rank.expert for rank in manta.client.ranks(job).items] == [0, 1]
+    counted = manta.until(
+        "tokens of experts", lambda: (found := manta.client.send(calls.expert_tokens(job))).step and found
+    )
+    assert [sum(tokens) for tokens in counted.tokens] == [8 * 32 * 2] * 2
+    manta.cancel(job)
+    curve = manta.curve(job)
+    assert [step for step, *_ in curve] == list(range(1, len(curve) + 1)) and manta.leftovers(job) == []

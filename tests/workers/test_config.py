@@ -109,7 +109,7 @@ WRONG_VALUES = [
     ("model.layers", 10**12, "must be at most 10000", "10000"),
     ("model.hidden_size", 10**12, "must be at most 1000000", "1000000"),
     ("model.bias", "yes", "must be true or false", "true"), ("model.dropout", 1.0, "must be below 1", "0.0"),
-    ("model.family", "gtp", "must be one of gpt, llama, qwen, custom, not 'gtp'", "gpt"),
+    ("model.family", "gtp", "must be one of gpt, llama, qwen, deepseek, custom, not 'gtp'", "gpt"),
     ("train.optimizer.learning_rate", -1.0, "must be above 0", "0.001"),
     ("train.optimizer.learning_rate", 0, "must be above 0", "0.001"),
     ("train.batch_ramp", 3, "must be a mapping", "{start: 4, increment: 4, samples: 1000}"),

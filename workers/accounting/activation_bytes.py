@@ -10,24 +10,27 @@ heads, d head size, f inner width of the MLP, v vocabulary padded to a multiple 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import math
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.rank_passes import Kind, Pass, blocks_of_rank, passes_of_rank, total_of_passes
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, MoeConfig
 from manta.workers.parallel import recompute as recompute_policy
 from manta.workers.parallel.recompute import is_offloaded, recomputed
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.schedule import Action
 from manta.workers.schedules.stages import layers_of
-from manta.workers.spec.layer_table import Activation, Attention, Block, Norm, Products, Tensor, layer_table_of
+from manta.workers.spec.layer_table import Activation, Attention, Block, Experts, Norm, Products, Tensor, layer_table_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
     frozen_by_layer,
     frozen_names,
     is_partly_frozen,
     layers_differ,
+    layers_of_kinds,
     needs_gradient,
     output_weight,
     parameter_names,
@@ -40,15 +43,77 @@ WIDE = 4
 softmax. (On a CPU, statistics have the activations' precision.)"""
 
 
-def layer_terms(spec: JobSpec, layer: int = 0, modules: Collection[str] = (), repeats: bool = False) -> dict[str, int]:
+IMBALANCE = 1.25
+"""Rows that the busiest expert, and the busiest of several expert-parallel ranks, are planned to get, relative to the
+mean."""
+
+
+class ExpertRows(NamedTuple):
+    """Rows that the experts of a rank get from a full micro-batch: of each token one for each of them that it goes
+    to."""
+
+    all: int
+    largest: int
+    """Those of the expert that gets most."""
+    came: int
+    """Tokens that came from the expert group; 0 if the rank has all experts."""
+
+
+def planned_rows(spec: JobSpec, imbalance: float = IMBALANCE) -> ExpertRows:
+    """Rows of the busiest rank of a job with experts: `imbalance` times the mean, if they are spread over ranks."""
+    return rows_of_share(spec, 1.0 if spec.layout.expert_size == 1 else imbalance, imbalance)
+
+
+def worst_rows(spec: JobSpec) -> ExpertRows:
+    """The most that a rank can get: the experts of all tokens of the group are there."""
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    assert moe is not None
+    came = size * tokens
+    return ExpertRows(came * min(moe.per_token, moe.experts // size), came, came if size > 1 else 0)
+
+
+def rows_of_share(spec: JobSpec, of_rank: float, of_expert: float) -> ExpertRows:
+    """Rows of a rank with `of_rank` times as many as the mean rank, of whose experts one has `of_expert` times as many
+    as the mean expert."""
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    assert moe is not None
+    worst, mean = worst_rows(spec), tokens * moe.per_token
+    largest = min(worst.came or tokens, math.ceil(of_expert * mean * size / moe.experts))
+    came = worst.came
+    if size > 1 and spec.layout.dispatch(moe.per_token) == "all_to_all":
+        came = min(came, math.ceil(of_rank * tokens * ranks_per_token(moe, size)))
+    return ExpertRows(min(worst.all, math.ceil(of_rank * mean)), largest, came)
+
+
+def ranks_per_token(moe: MoeConfig, size: int) -> float:
+    """Mean number of `size` expert-parallel ranks that have an expert of a token, if all choices are as frequent."""
+    others = moe.experts - moe.experts // size
+    missed = math.comb(others, moe.per_token) / math.comb(moe.experts, moe.per_token)
+    return size * (1 - missed)
+
+
+def layer_terms(
+    spec: JobSpec,
+    layer: int = 0,
+    modules: Collection[str] = (),
+    repeats: bool = False,
+    rows: ExpertRows | None = None,
+) -> dict[str, int]:
     """Bytes of every tensor that a layer saves of one full micro-batch, by name, if `modules` are recomputed.
-    `repeats`: core attention takes copies of keys and values, one for each head, and saves these."""
+    `repeats`: core attention takes copies of keys and values, one for each head, and saves these; `rows`: those of the
+    rank's experts, if they are not as planned (`planned_rows`)."""
     blocks = layer_table_of(spec, layer).blocks
-    return {name: size for block in blocks for name, size in block_terms(spec, layer, block, modules, repeats).items()}
+    terms = (block_terms(spec, layer, block, modules, repeats, rows) for block in blocks)
+    return {name: size for each in terms for name, size in each.items()}
 
 
 def block_terms(
-    spec: JobSpec, layer: int, block: Block, modules: Collection[str], repeats: bool = False
+    spec: JobSpec,
+    layer: int,
+    block: Block,
+    modules: Collection[str],
+    repeats: bool = False,
+    rows: ExpertRows | None = None,
 ) -> dict[str, int]:
     """The part of `layer_terms` that one block saves."""
     terms: dict[str, int] = {}
@@ -66,6 +131,8 @@ def block_terms(
             case Norm(x=x, groups=groups, statistics=statistics):
                 save(x)
                 terms |= dict.fromkeys(statistics, WIDE * groups * tokens[x.own])
+            case Products() if block.experts is not None:
+                save(*(() if operation.x == block.experts.x else (operation.x,)))  # of shared experts
             case Products(x=x, weights=weights):
                 if any(each.adapters or f"{each.name}.weight" not in frozen for each in weights):
                     save(x)
@@ -79,7 +146,7 @@ def block_terms(
                     terms |= dict.fromkeys(("repeated_keys", "repeated_values"), bytes_of(spec, y))
                 if is_fused and not (recompute or apart):
                     save(y)  # in any case, which is what the next product saves for its trained weight
-                    if layout.exchanges_heads:  # which the next product takes in another form
+                    if layout.exchanges_heads and operation.cut is None:  # which the next product takes in another form
                         terms["context_by_heads"] = bytes_of(spec, y)
                 if is_fused and apart and normed:
                     # A copy whose tokens are consecutive, sample after sample; otherwise it replaces the original.
@@ -89,6 +156,12 @@ def block_terms(
                 terms |= attention_terms(spec, operation, recompute)
             case Activation(xs=xs):
                 save(*xs)
+            case Experts(x=x):
+                if reads_input(block, frozen):
+                    save(x)
+                terms |= expert_terms(spec, operation, planned_rows(spec) if rows is None else rows)
+                if operation.shared_gate is not None:
+                    terms["shared_gate"] = WIDE * tokens[False]
     if block.dropout:
         terms[block.mask] = tokens[True] * spec.model.hidden_size
     return terms
@@ -120,22 +193,65 @@ def attention_terms(spec: JobSpec, attention: Attention, recompute: bool = False
     return terms
 
 
+def expert_terms(spec: JobSpec, experts: Experts, rows: ExpertRows) -> dict[str, int]:
+    """Bytes of what experts that get so many `rows` keep in addition to their input."""
+    (tokens, _), width = tokens_of(spec), width_of(spec)
+    terms = dict.fromkeys(("expert_gates", "expert_ups"), width * rows.all * experts.inner)
+    terms |= {"router_outputs": WIDE * tokens * experts.experts, "expert_choice": 4 * tokens * experts.per_token}
+    # The order of rows, in 64 bits; of spread experts also that of what comes, or of what is sent and comes.
+    chosen = tokens * experts.per_token
+    if not rows.came:
+        places = chosen
+    elif spec.layout.dispatch(experts.per_token) == "all_gather":
+        places = rows.all + spec.layout.expert_size * chosen
+    else:
+        places = 2 * rows.all + chosen + rows.came
+    return terms | {"expert_order": 8 * places}
+
+
+def reads_input(block: Block, frozen: frozenset[str]) -> bool:
+    """Whether the backward of a block with experts needs their input: whether something that reads it is trained."""
+    assert block.experts is not None
+    inputs = [weight for gate, up, _ in block.experts.weights for weight in (gate, up)]
+    inputs += [weight for products in block.products if not products.sums for weight in products.weights]
+    inputs += [weight for weight in (block.experts.router, block.experts.shared_gate) if weight is not None]
+    return any(f"{weight.name}.weight" not in frozen for weight in inputs)
+
+
+def deferred_expert_terms(
+    spec: JobSpec, block: Block, frozen: frozenset[str], rows: ExpertRows | None = None
+) -> dict[str, int]:
+    """Bytes of what the weight gradients of a block with experts hold while they are deferred, by name."""
+    experts, width, (tokens, _) = block.experts, width_of(spec), tokens_of(spec)
+    assert experts is not None
+    rows = planned_rows(spec) if rows is None else rows
+    terms = expert_terms(spec, experts, rows) | {"expert_activation": width * rows.all * experts.inner}
+    terms["grads_of_rows"] = width * rows.came * experts.x.columns
+    terms["grads"] = bytes_of(spec, experts.y._replace(own=not spec.layout.sequence_parallel_on))
+    if reads_input(block, frozen):
+        terms["input"] = bytes_of(spec, experts.x)
+    for products in block.products:
+        terms |= {y.name: width * tokens * y.columns for y in products.ys if not products.sums}
+        terms |= {products.x.name: width * tokens * products.x.columns} if products.sums else {}
+    return terms
+
+
 def bytes_of(spec: JobSpec, tensor: Tensor) -> int:
     """Bytes of a tensor of a full micro-batch."""
     return width_of(spec) * tokens_of(spec)[tensor.own] * tensor.columns
 
 
-def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
+def chunk_bytes(spec: JobSpec, index: int, recompute: bool, rows: Sequence[ExpertRows] | None = None) -> int:
     """Bytes that virtual stage `index` keeps of one full micro-batch; `recompute`: of one that the layout's policy
-    applies to. The first stage includes the embedding, the last one the logits."""
+    applies to; `rows`: if they are not as planned. The first stage includes the embedding, the last one the logits."""
     model, layout = spec.model, spec.layout
     policy = layout.recompute if recompute else "none"
     count, first = layout.pipeline * layout.virtual_stages, first_trained_layer(spec)
     total, layers = 0, layers_of(model.layers, layout, index)
     kinds = len(layers) if layout.offload_layers else min(layout.recompute_every, len(layers))
     for place in range(kinds):
-        for layer, times in _alike(spec, layers[place::kinds], first):
-            terms = saved_terms(spec, layer, policy)
+        for layer, times in _alike(spec, layers[place::kinds], first, rows):
+            terms = saved_terms(spec, layer, policy, None if rows is None else rows[layer])
             total += times * (sum(terms.values()) - sum(offloaded(spec, index, place, terms)))
     if index == 0 and first < 0 and model.dropout > 0:
         # The dropout's mask (arXiv:2205.05198, section 4.3). The few bytes per token that tell tensor ranks which rows
@@ -146,23 +262,21 @@ def chunk_bytes(spec: JobSpec, index: int, recompute: bool) -> int:
     return total
 
 
-def _alike(spec: JobSpec, layers: range, first: int) -> Iterable[tuple[int, int]]:
-    """For each group of the `layers` that have the same parameters frozen, one layer and their number; those before
-    `first` have no backward and are left out."""
+def _alike(spec: JobSpec, layers: range, first: int, rows: Sequence[ExpertRows] | None) -> Iterable[tuple[int, int]]:
+    """For each kind of the `layers`, one layer and their number; those before `first` have no backward and are left
+    out. Given `rows` differ from layer to layer."""
+    if rows is not None:
+        return [(layer, 1) for layer in layers if layer >= first]
     if not layers_differ(spec):
         return [(layers[0], len(layers))]
-    by_layer, known = frozen_by_layer(spec), dict[frozenset[str], tuple[int, int]]()
-    for layer in layers:
-        if layer >= first:
-            known[by_layer[layer]] = layer, known.get(by_layer[layer], (layer, 0))[1] + 1
-    return known.values()
+    return layers_of_kinds(spec, (layer for layer in layers if layer >= first))
 
 
-def saved_terms(spec: JobSpec, layer: int, policy: str) -> dict[str, int]:
+def saved_terms(spec: JobSpec, layer: int, policy: str, rows: ExpertRows | None = None) -> dict[str, int]:
     """The part of `layer_terms` that a layer keeps of a micro-batch that is recomputed by `policy`."""
     if policy == "full" and layer % spec.layout.recompute_every == 0:
         return {LAYER_INPUT: tokens_of(spec)[True] * spec.model.hidden_size * width_of(spec)}
-    return layer_terms(spec, layer, spec.layout.recompute_modules if policy == "selective" else ())
+    return layer_terms(spec, layer, spec.layout.recompute_modules if policy == "selective" else (), rows=rows)
 
 
 def offloaded(spec: JobSpec, index: int, place: int, terms: dict[str, int]) -> list[int]:
@@ -220,17 +334,18 @@ def output_bytes(spec: JobSpec) -> int:
     return inputs + tokens * vocabulary_rows(spec) * width_of(spec)
 
 
-def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int) -> int:
-    """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches."""
+def bytes_of_rank(spec: JobSpec, rank: int, micro_batches: int, rows: Sequence[ExpertRows] | None = None) -> int:
+    """Most bytes of activations of one pipeline rank, in a step of `micro_batches` micro-batches. `rows`: if they are
+    not as planned."""
     stages, splits = stages_on_rank(spec, rank), SCHEDULES[spec.layout.schedule].splits_backward
-    deferred = [deferred_bytes(spec, index) if splits else 0 for index in stages]
+    deferred = [deferred_bytes(spec, index, rows) if splits else 0 for index in stages]
     sizes: dict[tuple[object, ...], int] = {}
-    keys = [_kind_of_stage(spec, index) for index in stages]
+    keys = [_kind_of_stage(spec, index) if rows is None else (index,) for index in stages]
 
     def change(kind: Kind) -> Pass:
         key = keys[kind.chunk], kind.recomputed
         if key not in sizes:
-            sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.recomputed)
+            sizes[key] = chunk_bytes(spec, stages[kind.chunk], kind.recomputed, rows)
         size, later = sizes[key], deferred[kind.chunk]
         left = {"forward": size, "backward": -size, "backward_input": later - size, "backward_weight": -later}
         return Pass(max(0, left[kind.kind]), left[kind.kind])
@@ -257,7 +372,7 @@ def _kind_of_stage(spec: JobSpec, index: int) -> tuple[int, ...]:
     return len(layers_of(spec.model.layers, spec.layout, index)), int(index == 0), int(index == count - 1)
 
 
-def deferred_bytes(spec: JobSpec, index: int) -> int:
+def deferred_bytes(spec: JobSpec, index: int, rows: Sequence[ExpertRows] | None = None) -> int:
     """Bytes of one full micro-batch that virtual stage `index` holds between the halves of its backward pass: inputs of
     the products and gradients of their results, and with adapters those of the inputs' products with A. The result of a
     row-parallel product is whole on each tensor rank; frozen weights of layers are counted as if they were trained,
@@ -267,19 +382,32 @@ def deferred_bytes(spec: JobSpec, index: int) -> int:
     tokens, outside = tokens_of(spec)
     first = first_trained_layer(spec)
     layers = [layer for layer in layers_of(model.layers, layout, index) if layer >= first]
-    total = 0
-    for each in layer_table_of(spec).products:
-        if not may_be_deferred(spec, each):
-            continue
-        results = each.ys
-        if each.sums:  # the gradient of the sum is gathered
-            results = (each.ys[0]._replace(own=False), *(each.ys if layout.sequence_parallel_on else ()))
-        inner = Tensor("inner_gradients", each.inner_columns)
-        total += len(layers) * sum(bytes_of(spec, tensor) for tensor in (each.x, *results, inner))
+    if rows is None:
+        total = sum(times * _deferred_of_layer(spec, layer) for layer, times in layers_of_kinds(spec, layers))
+    else:
+        total = sum(_deferred_of_layer(spec, layer, rows[layer]) for layer in layers)
     if index == 0 and first < 0:
         total += width * tokens * h
     if index == count - 1 and output_weight(model) not in frozen_names(spec) and not spec.train.head_tokens:
         total += width * (outside * h + tokens * vocabulary_rows(spec))
+    return total
+
+
+def _deferred_of_layer(spec: JobSpec, layer: int, rows: ExpertRows | None = None) -> int:
+    """The part of `deferred_bytes` that one layer holds."""
+    total, *blocks = 0, *layer_table_of(spec, layer).blocks
+    for each in (products for block in blocks if block.experts is None for products in block.products):
+        if not may_be_deferred(spec, each):
+            continue
+        results = each.ys
+        if each.sums:  # the gradient of the sum is gathered
+            results = (each.ys[0]._replace(own=False), *(each.ys if spec.layout.sequence_parallel_on else ()))
+        inner = Tensor("inner_gradients", each.inner_columns)
+        xs = () if each.shares_input else (each.x,)
+        total += sum(bytes_of(spec, tensor) for tensor in (*xs, *results, inner))
+    frozen = frozen_by_layer(spec)[layer]
+    for block in (each for each in blocks if each.experts is not None):
+        total += sum(deferred_expert_terms(spec, block, frozen, rows).values())
     return total
 
 

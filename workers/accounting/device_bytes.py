@@ -23,7 +23,7 @@ from manta.workers.accounting.flops import (
     waiting_gradient_buffers,
 )
 from manta.workers.accounting.layer_passes import weight_bytes
-from manta.workers.accounting.state_costs import owned_elements, slice_buffer_bytes
+from manta.workers.accounting.state_costs import owned_elements, slice_buffer_bytes, trained_regions
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.accounting.unit_bytes import buffer_elements, shared_adapter_elements, units_of
 from manta.workers.config import JobSpec
@@ -74,7 +74,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
     """Memory of a rank of `stage`, in a step of `micro_batches` micro-batches."""
     spec = passes.spec
     holders, width = spec.layout.holders, width_of(spec)
-    part = (parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)) // holders
+    part = sum(each.part for each in trained_regions(spec, stage))
     kept, offload = owned_elements(spec, stage), spec.train.optimizer.offload
     gradients, parameters = _gradient_bytes(spec, stage, micro_batches), _parameter_bytes(spec, stage)
     # Without master weights, the parameters themselves are updated.
@@ -86,11 +86,16 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
         copies = slice_buffer_bytes(spec, kept)
     # On CPUs every holder's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
     incoming = gradients // holders * (holders - 1)
+    if spec.layout.expert_size > 1:  # which refuses elastic sums, so that there are no others
+        incoming = WIDE * sum(each.elements - each.part for each in trained_regions(spec, stage))
     if spec.layout.sharding >= 2:  # while backward goes on
         incoming = WIDE * buffer_elements(units_of(spec), lambda unit: unit.trained) // holders * (holders - 1)
     if passes.gpu or spec.train.deterministic == "elastic":
         incoming = arriving_bytes(spec, stage, passes.gpu)
-    activations, in_passes = bytes_of_rank(spec, stage, micro_batches), passes.of_rank(stage, micro_batches)
+    activations, in_passes = (
+        bytes_of_rank(spec, stage, micro_batches, passes.rows),
+        passes.of_rank(stage, micro_batches),
+    )
     most = max(in_passes, copies, incoming if spec.layout.sharding < 2 else in_passes + incoming)
     workspace = max(0, most - activations) + _recorded_bytes(passes, stage)
     return DeviceBytes(stage, parameters, gradients, optimizer, activations, workspace)

@@ -13,6 +13,9 @@ before the first one with a trained parameter have no backward: all figures are 
 the gradients of all inputs are computed, and count. An adapter's product of its input with A, which is not kept, is
 computed again in backward: hardware FLOPs.
 
+Of a layer's experts the FLOPs of those that a token goes to count, and none of a token is left out: hardware FLOPs are
+the same (how evenly tokens are spread is a matter of time). A router's product counts in full.
+
 Recomputing core attention alone costs one product of its forward if it is written out, 2 s^2 h FLOPs per sequence and
 layer: of q k^T and the weights times v, backward needs the softmax, but not the result of the other product. Fused
 kernels can only run as a whole: 4 s^2 h. The paper's own hardware FLOPs, `hardware_paper`, have 1 + s/(3h) instead of 1
@@ -25,6 +28,8 @@ tensor-parallel size. The attention's width is a d, which need not be h.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -39,9 +44,12 @@ from manta.workers.schedules.action_lists import training_actions
 from manta.workers.schedules.stages import layer_counts, layers_of, stages_of_rank
 from manta.workers.spec.layer_table import layer_table, layer_table_of
 from manta.workers.spec.parameters import (
+    LayerKind,
     first_trained_layer,
     frozen_names,
     is_partly_frozen,
+    layer_kinds,
+    layers_of_kinds,
     output_weight,
     padded_rows,
     parameters_of_ends,
@@ -78,6 +86,16 @@ def trained_parameter_count(spec: JobSpec) -> int:
     return parameter_count(spec) - frozen.before[-1] - frozen.both
 
 
+def active_parameter_count(spec: JobSpec) -> int:
+    """The part of `parameter_count` that one token uses: of each layer's experts those that it goes to; both tables
+    count."""
+    moe, model = spec.model.moe, spec.model
+    if moe is None:
+        return parameter_count(spec)
+    idle = parameter_counts(model, 1, spec.vocabulary_size).experts[-1] // moe.experts * (moe.experts - moe.per_token)
+    return parameter_count(spec) - idle
+
+
 def adapters_in_words(spec: JobSpec) -> str:
     """How much of a model with adapters is trained, as a sentence."""
     trained, whole = trained_parameter_count(spec), parameter_count(spec)
@@ -95,29 +113,47 @@ class ParameterCounts(NamedTuple):
     """What a rank that has the model's end has besides layers."""
     both: int
     """What a rank that has both has besides layers."""
+    experts: tuple[int, ...]
+    """The part of `before` that are experts' parameters."""
 
     def minus(self, other: ParameterCounts) -> ParameterCounts:
         """The difference, number by number."""
-        before = tuple(map(sub, self.before, other.before))
-        return ParameterCounts(before, *map(sub, self[1:], other[1:]))
+        before, experts = tuple(map(sub, self.before, other.before)), tuple(map(sub, self.experts, other.experts))
+        ends = self.first - other.first, self.last - other.last, self.both - other.both
+        return ParameterCounts(before, *ends, experts)
+
+    @property
+    def of_experts(self) -> ParameterCounts:
+        """Those of experts alone."""
+        return ParameterCounts(self.experts, 0, 0, 0, self.experts)
 
 
 @lru_cache(maxsize=64)
 def parameter_counts(
-    model: ModelConfig, tensor: int, rows: int, names: frozenset[str] | None = None, lora: LoraConfig | None = None
+    model: ModelConfig,
+    tensor: int,
+    rows: int,
+    names: frozenset[str] | None = None,
+    lora: LoraConfig | None = None,
+    expert: int = 1,
 ) -> ParameterCounts:
-    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there;
-    `lora`: adapters that the model has."""
+    """Parameters on one of `tensor` ranks, and of `expert` ranks that experts are spread over, or only those in
+    `names`; `rows`: those of the token embedding there; `lora`: adapters that the model has."""
 
     def count(sizes: dict[str, int], prefix: str = "") -> int:
         return sum(size for name, size in sizes.items() if names is None or prefix + name in names)
 
-    tables = (layer_table(model, tensor, layer, lora) for layer in range(model.layers))
+    tables = [layer_table(model, tensor, layer, lora, expert) for layer in range(model.layers)]
     layers = (count(table.parameters, f"layers.{layer}.") for layer, table in enumerate(tables))
-    ends = ((True, False), (False, True), (True, True))
-    return ParameterCounts(
-        tuple(accumulate(layers, initial=0)), *(count(parameters_of_ends(model, rows, *each)) for each in ends)
+    experts = (
+        count({name: table.parameters[name] for name in table.of_experts}, f"layers.{layer}.")
+        for layer, table in enumerate(tables)
     )
+    first, last, both = (
+        count(parameters_of_ends(model, rows, *ends)) for ends in ((True, False), (False, True), (True, True))
+    )
+    before = tuple(accumulate(layers, initial=0))
+    return ParameterCounts(before, first, last, both, tuple(accumulate(experts, initial=0)))
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
@@ -146,17 +182,35 @@ def layers_of_rank(spec: JobSpec, rank: int) -> int:
 
 def parameters_of_rank(spec: JobSpec, rank: int, names: frozenset[str] | None = None) -> int:
     """Parameters of pipeline rank `rank`, on one tensor rank, or only those in `names`."""
-    layout, indices = spec.layout, stages_on_rank(spec, rank)
-    counts = parameter_counts(spec.model, layout.tensor, vocabulary_rows(spec), names, spec.train.lora)
-    layers = [layers_of(spec.model.layers, layout, index) for index in indices]
-    total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
-    first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
-    return total + (counts.both if first and last else first * counts.first + last * counts.last)
+    return _count_on_rank(spec, rank, _counts(spec, names))
 
 
 def frozen_parameters_of_rank(spec: JobSpec, rank: int) -> int:
     """Parameters of pipeline rank `rank` that are not trained, on one tensor rank."""
     return parameters_of_rank(spec, rank, frozen_names(spec)) if is_partly_frozen(spec) else 0
+
+
+def trained_experts_of_rank(spec: JobSpec, rank: int) -> int:
+    """Trained parameters of experts on pipeline rank `rank`, on one tensor rank."""
+    if spec.model.moe is None:
+        return 0
+    whole = _count_on_rank(spec, rank, _counts(spec, None).of_experts)
+    return whole - _count_on_rank(spec, rank, _counts(spec, frozen_names(spec)).of_experts)
+
+
+def _counts(spec: JobSpec, names: frozenset[str] | None) -> ParameterCounts:
+    """Parameters, or only those in `names`, of the rank that has the first of a layer's experts."""
+    layout = spec.layout
+    shape = spec.model, layout.tensor, vocabulary_rows(spec), names, spec.train.lora, layout.expert_size
+    return parameter_counts(*shape)
+
+
+def _count_on_rank(spec: JobSpec, rank: int, counts: ParameterCounts) -> int:
+    layout, indices = spec.layout, stages_on_rank(spec, rank)
+    layers = [layers_of(spec.model.layers, layout, index) for index in indices]
+    total = sum(counts.before[each.stop] - counts.before[each.start] for each in layers)
+    first, last = 0 in indices, layout.pipeline * layout.virtual_stages - 1 in indices
+    return total + (counts.both if first and last else first * counts.first + last * counts.last)
 
 
 def waiting_gradient_buffers(spec: JobSpec) -> int:
@@ -188,10 +242,16 @@ def vocabulary_rows(spec: JobSpec) -> int:
 
 def core_attention_forward(model: ModelConfig, window: int | None = None) -> int:
     """FLOPs of q k^T and of the weights times v for one sequence in one layer: 4 s^2 a d (arXiv:2205.05198, app. A), or
-    with a window those of its band."""
-    s = model.sequence_length
+    with a window those of its band. With latent attention, 2 s^2 a (width of a query + width of a value)."""
+    s, latent = model.sequence_length, model.latent_attention
     pairs = s * s if window is None else window * (2 * s - window)
-    return 4 * pairs * model.attention_width
+    return 2 * pairs * (model.heads * (latent.query_size if latent else model.head_size) + model.attention_width)
+
+
+def computed_attention_forward(model: ModelConfig) -> int:
+    """FLOPs of core attention that kernels compute for one sequence in one layer: without regard to windows, and with
+    the zeros that latent attention appends."""
+    return 4 * model.sequence_length**2 * model.heads * model.head_size
 
 
 def forward_flops(spec: JobSpec) -> tuple[int, int]:
@@ -205,16 +265,24 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
     return dense, sum(core_attention_forward(model, model.window(layer)) for layer in range(model.layers))
 
 
-def _products(spec: JobSpec, tensor: int, layer: int) -> dict[str, int]:
-    """Forward FLOPs of one sequence in a layer without core attention, by the name of the weight in the layer, on all
-    of `tensor` ranks, which may compute copies of key-value heads."""
-    matrices = layer_table(spec.model, tensor, layer, spec.train.lora).matrices
-    return {name: 2 * spec.model.sequence_length * tensor * elements for name, elements in matrices.items()}
+def _products(spec: JobSpec, tensor: int, layer: int, trained: bool = False) -> int:
+    """Forward FLOPs of one sequence in a layer without core attention, on all of `tensor` ranks, which may compute
+    copies of key-value heads; or with `trained` those of weights that are trained."""
+    table, length = layer_table(spec.model, tensor, layer, spec.train.lora), spec.model.sequence_length
+    frozen = layer_kinds(spec)[layer].frozen if trained else frozenset[str]()
+    whole = {f"{weight.name}.weight" for each in table.products if each.whole for weight in each.weights}
+    apart = whole if spec.layout.sequence_parallel_on else ()  # each rank has other tokens
+    sizes = ((name, size) for name, size in table.dense_matrices.items() if name not in frozen)
+    elements = sum(size * (1 if name in apart else tensor) for name, size in sizes)
+    if table.experts is not None:
+        of_experts = tensor * sum(table.parameters[name] for name in table.of_experts - frozen)
+        elements += of_experts * table.experts.per_token // table.experts.experts
+    return 2 * length * elements
 
 
-def _layers_products(spec: JobSpec, tensor: int, layers: range) -> int:
+def _layers_products(spec: JobSpec, tensor: int, layers: Iterable[int], trained: bool = False) -> int:
     """Forward FLOPs of one sequence in several layers, as in `_products`."""
-    return sum(sum(_products(spec, tensor, layer).values()) for layer in layers)
+    return sum(times * _products(spec, tensor, layer, trained) for layer, times in layers_of_kinds(spec, layers))
 
 
 def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
@@ -224,17 +292,19 @@ def _backward(spec: JobSpec, tensor: int, vocabulary: int) -> int:
     inputs = _layers_products(spec, tensor, reached) + _logits(model, vocabulary)
     if not frozen:
         return 2 * inputs
-    products = (
-        (f"layers.{layer}.{name}", size) for layer in reached for name, size in _products(spec, tensor, layer).items()
-    )
-    weights = sum(size for name, size in products if name not in frozen)
+    weights = _layers_products(spec, tensor, reached, trained=True)
     return inputs + weights + (0 if output_weight(model) in frozen else _logits(model, vocabulary))
 
 
 def _inner_products(spec: JobSpec) -> int:
     """FLOPs of one sequence's products of the adapters' inputs with A, on all tensor ranks."""
-    elements = sum(size for name, size in layer_table_of(spec).adapters.items() if name.endswith("lora_a"))
-    return 2 * spec.model.sequence_length * spec.layout.tensor * spec.model.layers * elements
+    elements = sum(
+        times * size
+        for layer, times in layers_of_kinds(spec, range(spec.model.layers))
+        for name, size in layer_table_of(spec, layer).adapters.items()
+        if name.endswith("lora_a")
+    )
+    return 2 * spec.model.sequence_length * spec.layout.tensor * elements
 
 
 def _reached_layers(spec: JobSpec) -> range:
@@ -252,19 +322,19 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     batch = spec.train.global_batch_size if sequences is None else sequences
     dense, attention = forward_flops(spec)
     computed = _layers_products(spec, t, range(model.layers)) + _logits(model, padded_vocabulary(spec))
-    passes, reached = recomputed_layer_passes(spec, batch), _reached_layers(spec)
-    core = core_attention_forward(model)
-    computed_attention = (model.layers + 2 * len(reached)) * core
+    repeated, reached = _sequences_recomputed(spec, batch), _reached_layers(spec)
+    passes, core, wide = sum(repeated), core_attention_forward(model), computed_attention_forward(model)
+    computed_attention = (model.layers + 2 * len(reached)) * wide
     attention += 2 * sum(core_attention_forward(model, model.window(layer)) for layer in reached)
     dense += _backward(spec, 1, spec.vocabulary_size)
     computed += _backward(spec, t, padded_vocabulary(spec)) + _inner_products(spec)
     again_dense = again_attention = again_paper = 0
     keeps_scores = not layout.attends_by_tiles
     if layout.recompute == "full":
-        again_dense, again_attention = passes * _layers_products(spec, t, range(1)), passes * core
-        again_paper = passes * (_layers_products(spec, 1, range(1)) + core)
+        again_dense, again_attention = _again(spec, t, repeated), passes * wide
+        again_paper = _again(spec, 1, repeated) + passes * core
     elif layout.recompute == "selective" and "core_attention" in layout.recompute_modules and keeps_scores:
-        again_attention = passes * (core // 2 if spec.attention_is_explicit else core)
+        again_attention = passes * (wide // 2 if spec.attention_is_explicit else wide)
         again_paper = passes * 3 * core
     return StepFlops(
         model_full=batch * (dense + attention),
@@ -275,16 +345,36 @@ def step_flops(spec: JobSpec, sequences: int | None = None) -> StepFlops:
     )
 
 
+def _again(spec: JobSpec, tensor: int, repeated: Sequence[int]) -> int:
+    """FLOPs without core attention of layers that so many sequences recompute, each."""
+    kinds, known = layer_kinds(spec), dict[LayerKind, int]()
+    for layer, kind in enumerate(kinds):
+        if kind not in known:
+            known[kind] = _products(spec, tensor, layer)
+    return sum(times * known[kind] for times, kind in zip(repeated, kinds, strict=True))
+
+
 def recomputed_layer_passes(spec: JobSpec, sequences: int) -> int:
     """Number of (layer, sequence) pairs of a step over `sequences` of which the layer, or a module, is recomputed."""
+    return sum(_sequences_recomputed(spec, sequences))
+
+
+def _sequences_recomputed(spec: JobSpec, sequences: int) -> tuple[int, ...]:
+    """For each layer, of how many of a step's `sequences` it, or a module of it, is recomputed."""
     layout, layers, first = spec.layout, spec.model.layers, _reached_layers(spec).start
     if layout.recompute == "none":
-        return 0
+        return (0,) * layers
+    taken = [layer >= first and layer % _every(layout) == 0 for layer in range(layers)]
     if not layout.recompute_keep:
-        return sequences * sum(layer >= first for layer in range(0, layers, _every(layout)))
+        return tuple(sequences * one for one in taken)
     shares = [replica_micro_batches(range(sequences), spec, replica) for replica in range(layout.data)]
-    sizes = [tuple(len(part) for part in share) for share in shares if share]
-    return sum(_passes_of_replica(layout, layers, first, size) for size in sizes)
+    sizes = Counter(tuple(len(part) for part in share) for share in shares if share)
+    by_stage = [0] * (layout.pipeline * layout.virtual_stages)
+    for size, replicas in sizes.items():
+        for index, one in enumerate(_recomputed_by_stage(layout, size)):
+            by_stage[index] += replicas * one
+    counts = (by_stage[index] for index in range(len(by_stage)) for _ in layers_of(layers, layout, index))
+    return tuple(count * one for count, one in zip(counts, taken, strict=True))
 
 
 def _every(layout: ParallelConfig) -> int:
@@ -292,14 +382,13 @@ def _every(layout: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _passes_of_replica(layout: ParallelConfig, layers: int, first: int, sizes: tuple[int, ...]) -> int:
-    """Number of (layer, sequence) pairs that one replica recomputes for micro-batches of `sizes`, by walking through
-    what its pipeline ranks recompute; backward ends in layer `first`."""
+def _recomputed_by_stage(layout: ParallelConfig, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """For each virtual stage, how many sequences of one replica it recomputes, of micro-batches of `sizes`, by walking
+    through what the pipeline's ranks recompute."""
     kind, stages, virtual_stages = layout.schedule, layout.pipeline, layout.virtual_stages
-    passes = 0
+    counts = [0] * (stages * virtual_stages)
     for rank, actions in enumerate(training_actions(kind, stages, virtual_stages, len(sizes))):
         indices = stages_of_rank(kind, stages, virtual_stages, rank)
         for micro_batch, chunk in recomputed(actions, layout):
-            stage_layers = layers_of(layers, layout, indices[chunk])
-            passes += sizes[micro_batch] * sum(layer >= first and layer % _every(layout) == 0 for layer in stage_layers)
-    return passes
+            counts[indices[chunk]] += sizes[micro_batch]
+    return tuple(counts)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from manta.workers.accounting.activation_bytes import (
     WIDE,
+    ExpertRows,
     attention_terms,
     block_terms,
     bytes_of,
@@ -21,14 +22,18 @@ from manta.workers.accounting.activation_bytes import (
     width_of,
 )
 from manta.workers.accounting.context_passes import TilePasses, exchange
-from manta.workers.accounting.flops import layers_of_rank
+from manta.workers.accounting.expert_passes import ExpertPasses
+from manta.workers.accounting.flops import stages_on_rank
 from manta.workers.accounting.rank_passes import Pass, Tape
 from manta.workers.config import JobSpec
 from manta.workers.schedules import SCHEDULES
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import (
     Activation,
     Attention,
     Block,
+    Experts,
+    Heads,
     Norm,
     Operation,
     Products,
@@ -38,6 +43,7 @@ from manta.workers.spec.layer_table import (
     layer_table,
     layer_table_of,
 )
+from manta.workers.spec.parameters import layers_of_kinds
 
 MASKED_AT_ONCE, MASKED_AT_ONCE_ON_CPU = 2**24, 2**19
 """Elements of a dropout mask that are hashed at once."""
@@ -74,8 +80,16 @@ class Sizes:
 class LayerPasses:
     """Forward and backward of one layer."""
 
-    def __init__(self, spec: JobSpec, layer: int, modules: Collection[str] = (), gpu: bool = True):
-        """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated."""
+    def __init__(
+        self,
+        spec: JobSpec,
+        layer: int,
+        modules: Collection[str] = (),
+        gpu: bool = True,
+        rows: ExpertRows | None = None,
+    ):
+        """`modules` are recomputed; on a `gpu`, keys and values of grouped heads may be repeated; `rows`: those of the
+        rank's experts, if they are not as planned."""
         self.spec, self.model, self.modules, self.sizes, self.gpu = spec, spec.model, modules, Sizes.of(spec), gpu
         self.split, self.eight = SCHEDULES[spec.layout.schedule].splits_backward, EightBits(spec)
         self.table = layer_table_of(spec, layer)
@@ -87,9 +101,23 @@ class LayerPasses:
             masked = attention.window is not None
             self.repeated = 2 * self._bytes(attention.y) if masked or self.sizes.width == WIDE else 0
         repeats = self.repeated > 0 and "core_attention" not in modules
-        self._saved = [block_terms(spec, layer, block, modules, repeats) for block in self._blocks]
+        self._saved = [block_terms(spec, layer, block, modules, repeats, rows) for block in self._blocks]
         self.terms = {name: size for terms in self._saved for name, size in terms.items()}
         """Bytes of each tensor kept from forward to backward."""
+        self._experts = {
+            block.name: ExpertPasses(spec, layer, block, "norm" in modules, self._norm_again, rows)
+            for block in self._blocks
+            if block.experts is not None
+        }
+
+    def _norm_again(self, tape: Tape, size: int) -> None:
+        self.norm(tape, size, self.model.parts.rms_norm)
+
+    def _operations(self, block: Block) -> tuple[Operation, ...]:
+        """A block's operations; what follows experts is a part of these."""
+        if block.experts is None:
+            return block.operations
+        return block.operations[: block.operations.index(block.experts) + 1]
 
     def _bytes(self, *tensors: Tensor) -> int:
         return sum(bytes_of(self.spec, each) for each in tensors)
@@ -103,26 +131,29 @@ class LayerPasses:
         """Without `keeps`, only the output stays."""
         tape, kept = Tape(), -self.sizes.residual
         for block, terms in zip(self._blocks, self._saved, strict=True):
-            for operation in block.operations:
-                self._forward(tape, operation)
+            for operation in self._operations(block):
+                self._forward(tape, operation, block)
             self.drop_out(tape)
             # Nothing that a block holds is freed before its end. Its output is the input of the next one.
             kept += sum(terms.values())
             tape.free(tape.now - self.sizes.residual - (kept if keeps else 0))
         return tape.total()
 
-    def _forward(self, tape: Tape, operation: Operation) -> None:
+    def _forward(self, tape: Tape, operation: Operation, block: Block) -> None:
         """One operation, whose result stays."""
         sizes = self.sizes
         match operation:
+            case Experts():
+                self._experts[block.name].forward(tape)
             case Norm(y=y, rms=rms):
                 self.norm(tape, self._bytes(y), rms)
-            case Products(ys=ys, sums=False):
-                size = self._bytes(*ys)
-                tape.allocate_briefly(sizes.in_chunks, size)
-                self.eight.product(tape, sizes.full, sizes.gathered, size)
+            case Products(x=x, ys=ys, sums=False):
+                size, gathered = self._bytes(*ys), self._gathered(operation)
+                in_chunks = gathered * sizes.in_chunks // max(1, sizes.gathered)
+                tape.allocate_briefly(in_chunks, size)
+                self.eight.product(tape, gathered or self._bytes(x), gathered, size)
                 tape.allocate(size)
-                self._adapt(tape, operation, sizes.in_chunks)
+                self._adapt(tape, operation, in_chunks)
             case Products(x=x):
                 self.eight.product(tape, self._bytes(x), sizes.full)
                 self._adapt(tape, operation, sizes.in_chunks or sizes.residual)
@@ -131,8 +162,13 @@ class LayerPasses:
                 tape.allocate(sizes.residual)
             case Rotary(turned=((_, turned), *_)):
                 tape.allocate_briefly(self._bytes(Tensor("turned", turned)) // 2)
+            case Heads(xs=xs, ys=ys):
+                tape.allocate(*(self._bytes(y) for y in (ys if operation.copies_queries else ys[1:])))
+                # Projections are freed before attention, and a rank's own part of the keys before it is gathered.
+                tape.free(*(self._bytes(x) for x in (xs[:2] if operation.copies_queries else xs[1:2])))
             case Attention() if self.spec.layout.attends_by_tiles:
                 TilePasses(self.spec, operation, self.gpu).forward(tape)
+                tape.allocate(self._cut(operation))
             case Attention(y=y):
                 if self.spec.layout.exchanges_heads:
                     exchange(tape, self.spec, self._bytes(y, Tensor("keys_values", 2 * operation.keys)))
@@ -142,8 +178,17 @@ class LayerPasses:
                 if self.spec.layout.exchanges_heads:
                     exchange(tape, self.spec, self._bytes(y))
                     tape.allocate(self._bytes(y))
+                tape.allocate(self._cut(operation))
             case Activation(y=y):
                 tape.allocate(self._bytes(y))
+
+    def _gathered(self, product: Products) -> int:
+        """Bytes of the whole input that is gathered for products at the beginning of a block; 0 if a rank has it."""
+        return self._bytes(product.x._replace(own=False)) if self.sizes.gathered and not product.whole else 0
+
+    def _cut(self, attention: Attention) -> int:
+        """Bytes of the copy of the part of attention's result that the next product takes, if it is a part."""
+        return self._bytes(attention.cut) if attention.cut else 0
 
     def _core(self, tape: Tape, attention: Attention) -> None:
         """Core attention: what it allocates in addition to its result stays."""
@@ -234,14 +279,20 @@ class LayerPasses:
         tape = Tape()
         for block in reversed(self._blocks):
             tape.allocate(self._dropped_out)
-            for operation in reversed(block.operations):
+            for operation in reversed(self._operations(block)):
                 self._backward(tape, operation, block)
             # The sum with the gradient of the residual stream. If products are deferred, that at the block's end may
             # hold the incoming gradient.
             tape.allocate_briefly(self.sizes.residual)
-            if not self._defers(block.products[-1]) or self._separate(block):
+            if not self._holds_gradient(block) or self._separate(block):
                 tape.free(self.sizes.residual)
         return tape.total()
+
+    def _holds_gradient(self, block: Block) -> bool:
+        """Whether what is deferred holds the gradient of a block's result as it came."""
+        if block.experts is not None:
+            return self.split and not self.sizes.gathered
+        return self._defers(block.products[-1])
 
     @property
     def _dropped_out(self) -> int:
@@ -255,22 +306,33 @@ class LayerPasses:
     def _backward(self, tape: Tape, operation: Operation, block: Block) -> None:
         """From the gradients of an operation's results to those of its inputs, which stay."""
         match operation:
+            case Experts():
+                norm, saved = block.operations[0], self._saved[self._blocks.index(block)]
+                assert isinstance(norm, Norm)  # which frees its input itself
+                kept = sum(size for name, size in saved.items() if name not in (norm.x.name, *norm.statistics))
+                self._experts[block.name].backward(tape, kept, self._dropped_out, self.split)
             case Norm():
                 size = self._bytes(operation.y)
                 self.norm_gradient(tape, size, operation.rms)
-                tape.free(self._dropped_out if operation is block.operations[-1] else size)
+                tape.free(self._dropped_out if operation is self._operations(block)[-1] else size)
                 self._free(tape, operation.x)
                 if operation is block.operations[0]:  # others' are freed together, before the product
                     tape.free(*(self.terms[name] for name in operation.statistics))
             case Products(sums=False):
                 if operation.projects:
                     self._bring_together(tape, operation, block)
-                self._enter_backward(tape, operation)
+                others = [each for each in block.products if each.x == operation.x and each is not operation]
+                self._enter_backward(tape, operation, again=not any(each.shares_input for each in others))
+                if others and not operation.shares_input:
+                    tape.free(self._bytes(operation.x))  # the sum of both gradients
             case Products():
                 self._leave_backward(tape, operation, block)
             case Rotary(turned=((columns, turned), *_)):
                 size, half = self._bytes(Tensor("all", columns)), self._bytes(Tensor("turned", turned)) // 2
                 tape.allocate_briefly(size, half)
+            case Heads(xs=xs, ys=ys):
+                tape.allocate(*map(self._bytes, xs))
+                tape.free(*map(self._bytes, ys))
             case Attention():
                 self._attend_backward(tape, operation, block)
             case Activation(xs=(_, *others), y=y):
@@ -286,7 +348,13 @@ class LayerPasses:
 
     def deferred(self) -> tuple[Pass, ...]:
         """The deferred products for weights, in their order, each of which frees what it held."""
-        return tuple(self._deferred(each) for each in reversed(self.table.products) if self._defers(each))
+        passes: list[Pass] = []
+        for block in reversed(self._blocks if self.split else ()):
+            if block.experts is not None:
+                passes.append(self._experts[block.name].deferred())
+            else:
+                passes += [self._deferred(each) for each in reversed(block.products) if self._defers(each)]
+        return tuple(passes)
 
     def _deferred(self, product: Products) -> Pass:
         tape, sizes = Tape(), self.sizes
@@ -294,9 +362,10 @@ class LayerPasses:
             self._adapters_gradients(tape, product)
             tape.free(sizes.gathered + sizes.residual + self._held(product.x))
         else:
-            tape.allocate_briefly(sizes.gathered)
-            self._adapters_gradients(tape, product, sizes.gathered)
-            tape.free(self._held(product.x) + self._bytes(*product.ys))
+            gathered, held = self._gathered(product), 0 if product.shares_input else self._held(product.x)
+            tape.allocate_briefly(gathered)
+            self._adapters_gradients(tape, product, gathered)
+            tape.free(held + self._bytes(*product.ys))
         return tape.total()
 
     def _recomputed(self, x: Tensor) -> int:
@@ -333,37 +402,45 @@ class LayerPasses:
         parts = Tensor("keys_values", 2 * attention.keys) if attention.normed else product.ys[-1]
         tape.allocate_briefly(self._bytes(parts))
 
-    def _enter_backward(self, tape: Tape, product: Products) -> None:
+    def _enter_backward(self, tape: Tape, product: Products, again: bool) -> None:
         """Backward of the products at the beginning of a block. Deferred products hold the gradients of their results
-        and their input."""
-        sizes, recomputed_bytes = self.sizes, self._recomputed(product.x)
-        if recomputed_bytes:
+        and their input. `again`: a dropped input is computed here; otherwise others that share it have done so."""
+        recomputed_bytes, own, gathers = self._recomputed(product.x), self._bytes(product.x), self._gathered(product)
+        full = gathers or own
+        if recomputed_bytes and again:
             self.norm(tape, recomputed_bytes, self.model.parts.rms_norm)
         gradients = [self._bytes(y) for y in product.ys]
         defers = self._defers(product)
-        gathered = sizes.gathered if self._held(product.x) and not defers else 0
-        columns = self.eight.gradient_of_input(tape, gradients, gathered + sizes.full)
-        tape.allocate(gathered, sizes.full)
+        gathered = gathers if self._held(product.x) and not defers else 0
+        columns = self.eight.gradient_of_input(tape, gradients, gathered + full)
+        tape.allocate(gathered, full)
         self._adapt_backward(tape, product)
-        if sizes.gathered:
-            tape.allocate(sizes.residual)
+        if gathers:
+            tape.allocate(own)
         if not defers:
-            self.eight.gradients_of_weights(tape, columns, sizes.full, product.weights)
+            self.eight.gradients_of_weights(tape, columns, full, product.weights)
             self._adapters_gradients(tape, product)
-        if sizes.gathered:
-            tape.free(sizes.full)
+        if gathers:
+            tape.free(full)
         tape.free(gathered)
         if not defers:
-            tape.free(*gradients, recomputed_bytes)
-            self._free(tape, product.x)
+            tape.free(*gradients)
+            if not product.shares_input:
+                tape.free(recomputed_bytes)
+                self._free(tape, product.x)
 
     def _attend_backward(self, tape: Tape, attention: Attention, block: Block) -> None:
         """From the gradient of attention's output to those of queries, keys and values."""
         context, keys_values = self._bytes(attention.y), self._bytes(Tensor("keys_values", 2 * attention.keys))
+        taken = (attention.y,) if attention.cut is None else (attention.cut,)
+        copied = () if attention.cut is None else (attention.y,)
+        if attention.cut is not None:
+            tape.allocate(context)
+            tape.free(self._cut(attention))
         if self.spec.layout.attends_by_tiles:
             TilePasses(self.spec, attention, self.gpu).backward(tape)
             tape.free(*(self.terms.get(name, 0) for name in ("log_sums", "dropout_keys")), context)
-            self._free(tape, *(() if self.split else (attention.y,)), attention.queries, *attention.keys_values)
+            self._free(tape, *(() if self.split else taken), *copied, attention.queries, *attention.keys_values)
             tape.free(self.terms.get(block.mask, 0))
             return
         if self.spec.layout.exchanges_heads:
@@ -384,7 +461,8 @@ class LayerPasses:
             tape.free(self.repeated)
         self._free(
             tape,
-            *(() if self._defers(block.products[-1]) else (attention.y,)),
+            *(() if self._defers(block.products[-1]) else taken),
+            *copied,
             attention.queries,
             *attention.keys_values,
         )
@@ -398,11 +476,19 @@ WEIGHT_BYTES = 2
 
 
 def weight_bytes(spec: JobSpec, rank: int) -> int:
-    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step."""
+    """Bytes of the 8-bit weights that pipeline rank `rank` holds, from their first use in a step to the next step.
+    Those of experts stay in 16 bits."""
     if spec.train.fp8 == "off":
         return 0
-    matrices = layer_table(spec.model, spec.layout.tensor).matrices
-    return WEIGHT_BYTES * layers_of_rank(spec, rank) * sum(matrices.values())
+    layout, layers = spec.layout, spec.model.layers
+    own = (layer for index in stages_on_rank(spec, rank) for layer in layers_of(layers, layout, index))
+    return WEIGHT_BYTES * sum(times * in_8_bits(spec, layer) for layer, times in layers_of_kinds(spec, own))
+
+
+def in_8_bits(spec: JobSpec, layer: int) -> int:
+    """Elements of a layer's matrices on one tensor rank that are multiplied in 8 bits with train.fp8."""
+    table = layer_table(spec.model, spec.layout.tensor, layer)
+    return sum(weight.elements for products in table.products for weight in products.weights)
 
 
 class EightBits:

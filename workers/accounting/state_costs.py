@@ -4,11 +4,12 @@ back to, and an offloaded optimizer state (`train.optimizer.offload`); how often
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from manta.workers.accounting.flops import (
     frozen_parameters_of_rank,
     parameters_of_rank,
-    rank_parameters,
+    trained_experts_of_rank,
     trained_parameters,
 )
 from manta.workers.config import JobSpec, ParallelConfig
@@ -22,13 +23,50 @@ def bytes_per_parameter(spec: JobSpec) -> int:
     return 4 * (1 + len(spec.train.optimizer.moments))
 
 
+class Region(NamedTuple):
+    """Trained parameters of a rank that the same ranks hold."""
+
+    elements: int
+    holders: int
+    """Number of these ranks."""
+
+    @property
+    def part(self) -> int:
+        """Elements of each holder's share."""
+        return self.elements // self.holders
+
+
+def trained_regions(spec: JobSpec, stage: int) -> tuple[Region, ...]:
+    """What a rank of this stage trains: under expert parallelism experts apart, which fewer ranks hold."""
+    trained, layout = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage), spec.layout
+    if layout.expert_size == 1:
+        return (Region(trained, layout.holders),)
+    experts = trained_experts_of_rank(spec, stage)
+    return Region(trained - experts, layout.holders), Region(experts, layout.expert_holders)
+
+
 def snapshot_bytes(spec: JobSpec) -> int:
     """Bytes that the snapshots of all ranks take together, except for less than 1 MiB per rank for notes and checksums.
     From `zero: 1` on each replica keeps its own part of the state, otherwise all of it. Backups on other nodes take the
     same again. 0 if `checkpoint.snapshots` is off."""
     if spec.checkpoint.snapshots == "off":
         return 0
-    return SLOTS * _state_bytes(spec) * spec.layout.holders // spec.layout.state_shards
+    layout, total = spec.layout, 0
+    for stage in range(layout.pipeline):
+        for each in trained_regions(spec, stage):
+            copies = layout.holders // (each.holders if layout.zero else 1)
+            total += bytes_per_parameter(spec) * each.elements * copies
+        total += _frozen_state(spec, stage) * layout.holders // layout.state_shards
+    return SLOTS * layout.tensor * total
+
+
+def held_bytes(spec: JobSpec) -> float:
+    """Most bytes of state that a rank keeps: its share, and of what is not trained one as large."""
+    each = (
+        bytes_per_parameter(spec) * owned_elements(spec, stage) + _frozen_state(spec, stage) / spec.layout.state_shards
+        for stage in range(spec.layout.pipeline)
+    )
+    return max(each)
 
 
 def checkpoint_bytes(spec: JobSpec) -> int:
@@ -40,23 +78,16 @@ def checkpoint_bytes(spec: JobSpec) -> int:
 def frozen_bytes(spec: JobSpec) -> int:
     """Bytes of the parameters that are not trained, in the precision of compute, which are written once for all
     checkpoints."""
-    return _state_bytes(_alone(spec)) - checkpoint_bytes(spec)
+    return _frozen_state(_alone(spec), 0)
 
 
 def _alone(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"parallel": ParallelConfig()})
 
 
-def state_bytes_of_ranks(spec: JobSpec) -> list[int]:
-    """Bytes of state that each tensor rank of each pipeline rank holds."""
-    width = 4 if spec.train.precision == "fp32" else 2
-    pairs = zip(rank_parameters(spec), trained_parameters(spec), strict=True)
-    return [bytes_per_parameter(spec) * trained + width * (whole - trained) for whole, trained in pairs]
-
-
-def _state_bytes(spec: JobSpec) -> int:
-    """Bytes of state that the ranks of one replica hold, copies included."""
-    return spec.layout.tensor * sum(state_bytes_of_ranks(spec))
+def _frozen_state(spec: JobSpec, stage: int) -> int:
+    """Bytes of what a rank of this stage does not train, in the precision of compute."""
+    return (4 if spec.train.precision == "fp32" else 2) * frozen_parameters_of_rank(spec, stage)
 
 
 SLICE_ELEMENTS, SLICE_BUFFERS = 2**22, 3
@@ -65,8 +96,7 @@ SLICE_ELEMENTS, SLICE_BUFFERS = 2**22, 3
 
 def owned_elements(spec: JobSpec, stage: int) -> int:
     """Parameters whose state a rank of this stage keeps."""
-    trained = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage)
-    return trained // spec.layout.state_shards
+    return sum(each.part if spec.layout.zero else each.elements for each in trained_regions(spec, stage))
 
 
 def host_state_bytes(spec: JobSpec, stage: int) -> int:

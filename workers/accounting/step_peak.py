@@ -6,10 +6,17 @@ tensors that deferred weight gradients hold.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from manta.workers.accounting.activation_bytes import LAYER_INPUT, WIDE, layers_are_alike, offloaded, tokens_of
+from manta.workers.accounting.activation_bytes import (
+    LAYER_INPUT,
+    WIDE,
+    ExpertRows,
+    layers_are_alike,
+    offloaded,
+    tokens_of,
+)
 from manta.workers.accounting.flops import stages_on_rank, vocabulary_rows
 from manta.workers.accounting.layer_passes import LayerPasses, Sizes
 from manta.workers.accounting.rank_passes import (
@@ -27,8 +34,8 @@ from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.stages import chunk_location, layers_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
+    layer_kinds,
     layers_differ,
     needs_gradient,
     output_weight,
@@ -48,8 +55,11 @@ class StepPeak:
     weights write fp32 matrices that are then added to the sums, as on GPUs before torch 2.13. Only the largest of
     these, that of the output layer, is counted, at the moment when most memory is held."""
 
-    def __init__(self, spec: JobSpec, gpu: bool = True, sums_separately: bool = False):
-        self.spec, self.gpu, self.sizes = spec, gpu, Sizes.of(spec)
+    def __init__(
+        self, spec: JobSpec, gpu: bool = True, sums_separately: bool = False, rows: Sequence[ExpertRows] | None = None
+    ):
+        """`rows`: those of the rank's experts, if they are not as planned."""
+        self.spec, self.gpu, self.sizes, self.rows = spec, gpu, Sizes.of(spec), rows
         layout = spec.layout
         self.kind, self.stages, self.chunks = layout.schedule, layout.pipeline, layout.virtual_stages
         self.split = SCHEDULES[self.kind].splits_backward
@@ -60,11 +70,11 @@ class StepPeak:
         several = spec.micro_batches > 1 or 0 < self.head_tokens < tokens_of(spec)[0]
         self._may_sum_separately = sums_separately
         self.sums_separately = sums_separately and several and self.output_trained and self.sizes.width < WIDE
-        self._frozen = frozen_by_layer(spec) if layers_differ(spec) else None
-        self._layers: dict[tuple[bool, frozenset[str] | None, tuple[str, ...]], LayerPasses] = {}
+        self._kinds = layer_kinds(spec) if layers_differ(spec) else None
+        self._layers: dict[tuple[object, ...], LayerPasses] = {}
         self._of_layers: dict[tuple[Callable[..., Pass], int, bool], Pass] = {}
         self._of_stages: dict[tuple[object, ...], Pass] = {}
-        self._layers_are_alike = layers_are_alike(spec)
+        self._layers_are_alike = layers_are_alike(spec) and rows is None
         self._columns = vocabulary_rows(spec)
         scatters = layout.tensor > 1 and not layout.sequence_parallel_on
         self.message = self.sizes.residual // (layout.tensor if scatters else 1)
@@ -73,7 +83,7 @@ class StepPeak:
     def with_stages(self, spec: JobSpec) -> StepPeak:
         """Of a job with the same layers, micro-batches and recomputation, whose schedule splits backward if this one's
         does; it continues with what is known of them."""
-        other = StepPeak(spec, self.gpu, self._may_sum_separately)
+        other = StepPeak(spec, self.gpu, self._may_sum_separately, self.rows)
         other._layers, other._of_layers, other._of_stages = self._layers, self._of_layers, self._of_stages
         return other
 
@@ -105,7 +115,7 @@ class StepPeak:
         cosine and sine in the precision of compute, those of a rank's two runs apart; and the mask of sliding windows,
         for fused kernels."""
         model, layout, width = self.spec.model, self.spec.layout, self.sizes.width
-        pairs = model.sequence_length * model.head_size // 2
+        pairs = model.sequence_length * model.rotated_size // 2
         angles = pairs * (8 + 2 * width) if model.parts.rotary else 0
         if runs_per_rank(layout) > 1:  # the rows of this rank's positions
             angles += pairs // layout.context * 2 * width if model.parts.rotary else 0
@@ -157,10 +167,11 @@ class StepPeak:
         layout = self.spec.layout
         policy = layout.recompute if recomputed else "none"
         modules = tuple(layout.recompute_modules) if policy == "selective" else ()
-        frozen = None if self._frozen is None else self._frozen[layer]
-        alike = self.spec.model.window(layer) is not None, frozen, modules
+        kind = None if self._kinds is None else self._kinds[layer]
+        rows = None if self.rows is None else self.rows[layer]
+        alike = self.spec.model.window(layer) is not None, kind, modules, rows
         if alike not in self._layers:
-            self._layers[alike] = LayerPasses(self.spec, layer, modules, self.gpu)
+            self._layers[alike] = LayerPasses(self.spec, layer, modules, self.gpu, rows)
         return self._layers[alike], policy == "full" and layer % layout.recompute_every == 0
 
     def _known(self, what: Callable[..., Pass], layer: LayerPasses, flag: bool = True) -> Pass:

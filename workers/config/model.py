@@ -3,6 +3,7 @@ are in workers/model/)."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -80,7 +81,11 @@ class RopeScaling(Section):
     beta_slow: PositiveFloat = 1.0
     """yarn: frequencies with at most this many rotations in original_length are divided by the factor."""
     attention_factor: PositiveFloat | None = None
-    """yarn: factor that queries and keys are multiplied by; default: 0.1 ln(factor) + 1."""
+    """yarn: factor that queries and keys are multiplied by; default: 0.1 ln(factor) + 1. With latent_attention, of
+    their rotated elements only."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn with latent_attention: attention's scores are multiplied by (0.1 mscale_all_dim ln(factor) + 1)^2; default:
+    they are not."""
 
 
 class RopeConfig(Section):
@@ -102,7 +107,8 @@ class BalanceConfig(Section):
     """Weight of that loss."""
     bias_rate: NonNegativeFloat = 0.0
     """How far each step moves the bias with which a layer chooses an expert, up for experts with fewer tokens than the
-    mean and down for those with more (arXiv:2408.15664); 0: there is no such bias."""
+    mean and down for those with more (arXiv:2408.15664); 0: there is no such bias, or in deepseek it stays as it
+    was read."""
 
 
 class MoeConfig(Section):
@@ -164,6 +170,11 @@ class LatentAttentionConfig(Section):
     value_size: Width
     """Elements of each head's value."""
 
+    @property
+    def query_size(self) -> int:
+        """Elements of each head's query and key."""
+        return self.nope_size + self.rope_size
+
 
 class ModelConfig(Section):
     """The transformer's shape. Nothing here depends on the parallel layout."""
@@ -195,8 +206,8 @@ class ModelConfig(Section):
     head_dim: Width | None = None
     """Width of one attention head, in elements; default: hidden_size / heads."""
     ffn_hidden_size: Width | None = None
-    """Inner width of the MLP, in elements; default: 4 * hidden_size, and for llama and qwen, whose MLPs have three
-    matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
+    """Inner width of the MLP, in elements; default: 4 * hidden_size, and for families other than gpt, whose MLPs have
+    three matrices, 8/3 of hidden_size, rounded up to a multiple of 64."""
     sequence_length: Length
     """Number of tokens in a training sequence (s)."""
     vocabulary_size: Vocabulary | None = None
@@ -210,11 +221,11 @@ class ModelConfig(Section):
     """Whether the output layer shares the token embedding's weight; default: true for gpt, else false."""
     activation: Literal["gelu", "gelu_tanh"] = "gelu"
     """Activation function of gpt's MLP. gelu: exact, with erf; gelu_tanh: its tanh approximation, which GPT-2 uses
-    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). llama and qwen use SwiGLU."""
+    (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2). The others use SwiGLU."""
     norm_epsilon: Epsilon = 1.0e-5
     """Added to the variance or mean square in norms; at least 1e-30."""
     rope: RopeConfig | None = None
-    """Rotary positions of llama and qwen; default: theta 10000, no scaling. gpt has learned positions."""
+    """Rotary positions of llama, qwen and deepseek; default: theta 10000, no scaling. gpt has learned positions."""
     sliding_window: Length | None = None
     """Number of tokens that a token attends to, including itself (arXiv:2310.06825); default: all preceding tokens."""
     full_attention_every: Layers | None = None
@@ -254,8 +265,35 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head, in elements (d)."""
+        """Width of one attention head, in elements (d). With latent attention that of core attention, in which queries
+        and keys are as wide as values."""
+        latent = self.latent_attention
+        if latent is not None:
+            return max(latent.query_size, latent.value_size)
         return self.head_dim or self.hidden_size // self.heads
+
+    @property
+    def has_head_size(self) -> bool:
+        """Whether heads have a width: it is given, or their number divides hidden_size."""
+        return bool(self.head_dim or self.latent_attention) or self.hidden_size % self.heads == 0
+
+    @property
+    def value_size(self) -> int:
+        """Width of one head's value, in elements."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.value_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Elements of one head that rotary positions rotate."""
+        return self.head_size if self.latent_attention is None else self.latent_attention.rope_size
+
+    @property
+    def score_factor(self) -> float:
+        """Factor on attention's scores, besides 1 / sqrt(width of a query)."""
+        scaling = self.rope_or_default.scaling
+        if scaling is None or scaling.mscale_all_dim is None:
+            return 1.0
+        return (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
 
     @property
     def rope_or_default(self) -> RopeConfig:
@@ -264,8 +302,14 @@ class ModelConfig(Section):
 
     @property
     def attention_width(self) -> int:
-        """Width of all attention heads together, in elements."""
-        return self.heads * self.head_size
+        """Width of the values of all attention heads together, in elements."""
+        return self.heads * self.value_size
+
+    @property
+    def has_router_bias(self) -> bool:
+        """Whether the choice of experts adds a bias to their scores, which is a part of the state: always in DeepSeek's
+        layers, where it may stay as it is."""
+        return self.moe is not None and (self.moe.balance.bias_rate > 0 or self.family == "deepseek")
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer`, from 0, has experts instead of an MLP."""

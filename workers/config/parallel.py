@@ -113,6 +113,12 @@ class ParallelConfig(Section):
         """Expert-parallel size."""
         return self.expert or 1
 
+    def dispatch(self, per_token: int) -> Literal["all_gather", "all_to_all"]:
+        """How tokens come to the ranks of their experts, if each goes to `per_token` of them (`expert_dispatch`)."""
+        if self.expert_dispatch is not None:
+            return self.expert_dispatch
+        return "all_gather" if self.expert_size <= per_token else "all_to_all"
+
     @property
     def expert_holders(self) -> int:
         """Number of ranks that hold the same experts."""

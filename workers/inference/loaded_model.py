@@ -26,7 +26,7 @@ from manta.workers.data.tokenizer import (
     tokenizer_path,
     tokens_around,
 )
-from manta.workers.errors import DataError, WeightsError
+from manta.workers.errors import CheckpointError, DataError, WeightsError
 from manta.workers.model.stage import Chunk, ModelStage
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass, KeyValueCache
 from manta.workers.parallel.tensor.positions import Positions
@@ -37,6 +37,7 @@ from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
 from manta.workers.weights.adapters import add, peft_adapters, stored_adapters
 from manta.workers.weights.config import read_config, shape_of
+from manta.workers.weights.mapping import ROUTER_BIAS
 
 LONGEST = 4096
 """Most tokens at a time for a folder of weights, whose training is not known."""
@@ -90,6 +91,11 @@ class LoadedModel:
                     add(merger.adapters_of(shard.name), 0, values.numpy())
                     shard.parameter.data = values.to(device, dtype)
         model.tie()
+        if (biases_le := model._stage.router_biases) is not None:
+            biases = manifest.small.get(ROUTER_BIAS, [])
+            if len(biases) != biases_le.numel():
+                raise CheckpointError(f"the checkpoint at {checkpoint} has no {ROUTER_BIAS} of this model's experts")
+            biases_le.copy_(torch.tensor(biases).view_as(biases_le))
         return model, manifest
 
     @classmethod
@@ -108,6 +114,8 @@ class LoadedModel:
             add(merger.adapters_of(shard.name) if merger is not None else (), 0, values.numpy())
             shard.parameter.data = values.to(device, dtype)
         model.tie()
+        if model._stage.router_biases is not None:
+            weights.fill_router_bias(model._stage.router_biases)
         return model
 
     def named_shards(self) -> list[NamedShard]:

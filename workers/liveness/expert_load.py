@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manta.workers.accounting.activation_bytes import IMBALANCE
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import layers_of, stages_of_rank
 
-PLANNED_RATIO = 1.25
-"""Tokens of the busiest rank over the mean of all that plans and memory leave room for."""
 AGAIN_SECONDS = 600.0
 """How long the same is not reported again."""
 _MOST_NAMED = 8
@@ -53,7 +52,7 @@ class Unbalanced:
         return (
             f"in layer {self.layer} the experts of rank{'s' if len(self.ranks) > 1 else ''} {few}{more} get "
             f"{self.ratio:.2f} times as many tokens as those of the mean rank: time and memory are planned for "
-            f"{PLANNED_RATIO}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens more evenly"
+            f"{IMBALANCE}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens more evenly"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class Unbalanced:
         return {
             "layer": self.layer,
             "ratio": round(self.ratio, 4),
-            "planned_ratio": PLANNED_RATIO,
+            "planned_ratio": IMBALANCE,
             "expert_ratio": round(self.expert_ratio, 4),
             "ranks": [*self.ranks],
         }
@@ -101,7 +100,7 @@ class ExpertLoads:
         ratios = [self._ratios(self._parts(counts)) for counts in tokens]
         row = max(range(len(ratios)), key=lambda each: max(ratios[each]))
         most = max(ratios[row])
-        if most <= PLANNED_RATIO:
+        if most <= IMBALANCE:
             return None
         self._again_at = now + AGAIN_SECONDS
         busiest = ratios[row].index(most)

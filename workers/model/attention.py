@@ -23,42 +23,26 @@ from manta.workers.parallel.tensor.dropout import derived_keys
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, paired_forward
 
 
-class Attention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, with a product before it and another one after it.
+class HeadsAttention(nn.Module):
+    """softmax(q k^T / sqrt(d)) v of heads that a subclass projects, and the product after it."""
 
-    Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads. With
-    fewer key-value heads there are two projections, with rows (head, d) and (key-value head, k/v, d).
-    """
+    output: RowParallelLinear
 
-    def __init__(
-        self,
-        shared: Shared,
-        layer: int,
-        rotary: Rotary | None = None,
-        head_norms: tuple[nn.Module, nn.Module] | None = None,
-    ):
-        """`rotary` rotates queries and keys; `head_norms` first normalize them, each head by itself."""
+    def __init__(self, shared: Shared, layer: int):
         super().__init__()
         spec, region = shared.spec, shared.region
         model, t = spec.model, region.tensor_size
-        h, d = model.hidden_size, model.head_size
-        self.region, self.visible, self.place, self.rotary = region, shared.visible(layer), first_dropout(layer), rotary
+        self.region, self.visible, self.place = region, shared.visible(layer), first_dropout(layer)
         self.layer, self.across = layer, shared.across
         self.rate, self.explicit = model.dropout, spec.attention_is_explicit
-        self.heads, self.head_size = model.heads // t, d
+        self.heads, self.head_size, self.value_size = model.heads // t, model.head_size, model.value_size
         self.key_value_heads = max(1, model.key_value_heads // t)
-        self.fused = model.key_value_heads == model.heads
-        if self.fused:
-            self.qkv = ColumnParallelLinear(h, 3 * model.attention_width, region, model.bias, INIT_STD)
-        else:
-            units = model.key_value_heads
-            self.q = ColumnParallelLinear(h, model.attention_width, region, model.bias, INIT_STD)
-            self.kv = ColumnParallelLinear(h, 2 * units * d, region, model.bias, INIT_STD, units)
-        self.output = RowParallelLinear(model.attention_width, h, region, model.bias, residual_std(model))
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if head_norms is not None:
-            self.q_norm, self.k_norm = head_norms
+
+    def _projections(
+        self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
+    ) -> tuple[torch.Tensor, ...]:
+        """q [s, b, a/t, d], k and v [s, b, g/t, d]; if x is [b, s, h], these are [b, s, ...]."""
+        raise NotImplementedError
 
     def forward(
         self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
@@ -78,7 +62,10 @@ class Attention(nn.Module):
             keys_ba = self._dropout_keys(run, q)
             dropout = None if keys_ba is None else WeightDropout(self.rate, keys_ba)
             context = self.across.attend(q, k, v, run.documents, self.visible.window, self.explicit, dropout)
-        return self.output(context.flatten(2), residual, dropout=run.adapter_dropout)
+        if self.value_size < self.head_size:  # the rest are zeros, like that of the values
+            context = context[..., : self.value_size]
+        y: torch.Tensor = self.output(context.flatten(2), residual, dropout=run.adapter_dropout)
+        return y
 
     def _attended(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, first_head: int = 0
@@ -88,6 +75,58 @@ class Attention(nn.Module):
         if self.explicit:
             return self._explicit(q, k, v, run, recompute, first_head)
         return fused_attention(q, k, v, self.visible, run.documents, run.batch_first, recompute, self.region.comm)
+
+    def _explicit(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool, first_head: int
+    ) -> torch.Tensor:
+        if run.batch_first:
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        keys_ba = self._dropout_keys(run, q, first_head)
+        context = explicit_attention(
+            q, k, v, self.visible, run.documents, recompute, self.rate, keys_ba, self.region.comm
+        )
+        return context.transpose(0, 1) if run.batch_first else context
+
+    def _dropout_keys(self, run: ForwardPass, q: torch.Tensor, first_head: int = 0) -> torch.Tensor | None:
+        """Keys of the weights' dropout, int32 [b, heads of q], if there is any; q are the rank's heads from number
+        `first_head` on."""
+        if self.rate == 0.0 or run.keys_b is None:
+            return None
+        first = self.region.comm.index("tensor") * self.heads + first_head
+        heads = torch.arange(first, first + q.shape[2], dtype=torch.int32, device=q.device)
+        return derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)
+
+
+class Attention(HeadsAttention):
+    """softmax(q k^T / sqrt(d)) v, with a product before it and another one after it.
+
+    Rows of the fused projection are ordered (head, q/k/v, d), so that any contiguous split holds whole heads. With
+    fewer key-value heads there are two projections, with rows (head, d) and (key-value head, k/v, d).
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        layer: int,
+        rotary: Rotary | None = None,
+        head_norms: tuple[nn.Module, nn.Module] | None = None,
+    ):
+        """`rotary` rotates queries and keys; `head_norms` first normalize them, each head by itself."""
+        super().__init__(shared, layer)
+        model, region = shared.spec.model, shared.region
+        h, d = model.hidden_size, model.head_size
+        self.rotary, self.fused = rotary, model.key_value_heads == model.heads
+        if self.fused:
+            self.qkv = ColumnParallelLinear(h, 3 * model.attention_width, region, model.bias, INIT_STD)
+        else:
+            units = model.key_value_heads
+            self.q = ColumnParallelLinear(h, model.attention_width, region, model.bias, INIT_STD)
+            self.kv = ColumnParallelLinear(h, 2 * units * d, region, model.bias, INIT_STD, units)
+        self.output = RowParallelLinear(model.attention_width, h, region, model.bias, residual_std(model))
+        self.q_norm: nn.Module | None = None
+        self.k_norm: nn.Module | None = None
+        if head_norms is not None:
+            self.q_norm, self.k_norm = head_norms
 
     def _projections(
         self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
@@ -113,23 +152,3 @@ class Attention(nn.Module):
             q = self.rotary(q, self.head_size, 1, 1, run)
             k = self.rotary(k, self.head_size, 1, 1, run)
         return q, k, v
-
-    def _explicit(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, run: ForwardPass, recompute: bool, first_head: int
-    ) -> torch.Tensor:
-        if run.batch_first:
-            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        keys_ba = self._dropout_keys(run, q, first_head)
-        context = explicit_attention(
-            q, k, v, self.visible, run.documents, recompute, self.rate, keys_ba, self.region.comm
-        )
-        return context.transpose(0, 1) if run.batch_first else context
-
-    def _dropout_keys(self, run: ForwardPass, q: torch.Tensor, first_head: int = 0) -> torch.Tensor | None:
-        """Keys of the weights' dropout, int32 [b, heads of q], if there is any; q are the rank's heads from number
-        `first_head` on."""
-        if self.rate == 0.0 or run.keys_b is None:
-            return None
-        first = self.region.comm.index("tensor") * self.heads + first_head
-        heads = torch.arange(first, first + q.shape[2], dtype=torch.int32, device=q.device)
-        return derived_keys(derived_keys(run.keys_b, self.place).unsqueeze(1), heads)

@@ -10,7 +10,7 @@ from torch import nn
 
 from manta.workers.config import ModelConfig
 from manta.workers.errors import ModelError
-from manta.workers.model import gpt, llama, qwen
+from manta.workers.model import deepseek, gpt, llama, qwen
 from manta.workers.model.layer import Embedding
 from manta.workers.model.shared import Shared
 
@@ -31,7 +31,7 @@ class Parts(Protocol):
         ...
 
 
-_FILES: dict[str, Parts] = {"gpt": gpt, "llama": llama, "qwen": qwen}
+_FILES: dict[str, Parts] = {"gpt": gpt, "llama": llama, "qwen": qwen, "deepseek": deepseek}
 
 
 def parts_of(model: ModelConfig) -> Parts:

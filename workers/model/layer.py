@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from manta.workers.model.attention import Attention
+from manta.workers.model.attention import HeadsAttention
 from manta.workers.model.shared import EMBEDDING_DROPOUT, INIT_STD, Shared, first_adapter_dropout, first_dropout
 from manta.workers.parallel.pipeline.forward_pass import ForwardPass
 from manta.workers.parallel.recompute.modules import Recomputation, recomputation
@@ -37,7 +37,7 @@ class Layer(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(
-        self, shared: Shared, index: int, attention: Attention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]
+        self, shared: Shared, index: int, attention: HeadsAttention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module]
     ):
         """`mlp` maps (input, ForwardPass, Recomputation or None, residual or None) to its output, as `attention`
         does."""
@@ -51,7 +51,7 @@ class Layer(nn.Module):
 
     def _add_adapters(self, shared: Shared, index: int) -> None:
         lora, first = shared.spec.train.lora, first_adapter_dropout(shared.spec.model, index)
-        for number, products in enumerate(layer_table_of(shared.spec, index).products if lora else ()):
+        for number, products in enumerate(layer_table_of(shared.spec, index).adaptable if lora else ()):
             for weight in products.weights:
                 if lora is not None and weight.adapters:
                     linear = self.get_submodule(weight.name)

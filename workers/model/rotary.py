@@ -81,7 +81,11 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, parts: int, rotated: int, head_size: int) -> None:
-    first, second = _halves(x, parts, rotated, head_size)
+    turn_halves(*_halves(x, parts, rotated, head_size), cos, sin)
+
+
+def turn_halves(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate both halves of what is rotated, in place."""
     before = first.clone()
     first.mul_(cos).addcmul_(second, sin, value=-1.0)
     second.mul_(cos).addcmul_(before, sin)

@@ -30,7 +30,7 @@ class Shared:
         self.rotary: Rotary | None = None
         """None if positions are learned."""
         if model.parts.rotary:
-            self.rotary = Rotary(model.rope_or_default, model.head_size, model.sequence_length)
+            self.rotary = Rotary(model.rope_or_default, model.rotated_size, model.sequence_length)
         self.host_blocks = HostBlocks()
         """Host memory for offloaded activations."""
         self.across: ContextAttention | None = None
@@ -46,7 +46,7 @@ class Shared:
         self.router_biases: torch.Tensor | None = None
         """What is added to scores for the choice of experts, fp32 [layers with experts, E], the same on all ranks; None
         without. Steps move it (`model.moe.balance.bias_rate`)."""
-        if model.moe is not None and model.moe.balance.bias_rate > 0:
+        if model.moe is not None and model.has_router_bias:
             self.router_biases = torch.zeros(len(model.expert_layers), model.moe.experts, dtype=torch.float32)
         self._visible = {window: Visible(window) for window in {model.window(i) for i in range(model.layers)}}
 

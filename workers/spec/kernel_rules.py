@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from manta.workers.config import JobSpec, ModelConfig
+from manta.workers.config import JobSpec, LatentAttentionConfig, ModelConfig
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.one_forward_one_backward import ONE_FORWARD_ONE_BACKWARD
 from manta.workers.spec.divisors import nearest_multiple
@@ -27,9 +27,13 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
         )
         yield Problem("train.precision", problem, "bf16")
     layout, length = spec.layout, spec.model.sequence_length
-    rows = UNIT * layout.context
+    rows, factors = UNIT, f"{UNIT}"
+    if layout.context > 1:
+        rows, factors = rows * layout.context, f"{factors} x parallel.context"
+    if spec.model.latent_attention is not None and layout.sequence_parallel_on:  # short vectors of a rank's own tokens
+        rows, factors = rows * layout.tensor, f"{factors} x parallel.tensor"
     if length % rows:
-        factors = f"{UNIT}" if layout.context == 1 else f"{UNIT} x parallel.context ({rows})"
+        factors = factors if rows == UNIT else f"{factors} ({rows})"
         problem = f"with train.fp8 sequence_length ({length}) must be a multiple of {factors}, as for all 8-bit matmuls"
         unit = math.lcm(rows, shortest_unit(layout))
         yield Problem("model.sequence_length", problem, str(nearest_multiple(unit, length)))
@@ -40,14 +44,40 @@ def fp8_fits(spec: JobSpec) -> Iterator[Problem]:
 def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
     """Checks widths that are split over `tensor` ranks."""
     hidden, heads = model.hidden_size, model.heads
-    if heads % tensor or (model.head_dim is None and hidden % heads):
+    if heads % tensor or not model.has_head_size:
         return  # the heads are wrong first
     if hidden % UNIT:
         unit = math.lcm(UNIT, heads) if model.head_dim is None else UNIT
         problem = f"with train.fp8 hidden_size ({hidden}) must be a multiple of {UNIT}"
         yield Problem("model.hidden_size", problem, str(nearest_multiple(unit, hidden)))
         return
-    queries, values = heads // tensor, 2 * max(1, model.key_value_heads // tensor)
+    if model.latent_attention is not None:
+        yield from _latent_widths_fit(model.latent_attention, heads // tensor)
+    else:
+        yield from _head_widths_fit(model, tensor)
+    if dense_widths(model) and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
+        problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
+        nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
+        yield Problem("model.ffn_hidden_size", problem, nearest)
+
+
+def _latent_widths_fit(latent: LatentAttentionConfig, heads: int) -> Iterator[Problem]:
+    """Checks the widths of latent attention with `heads` heads on each tensor rank."""
+    unit = UNIT // math.gcd(UNIT, heads)
+    for key, width, of in (
+        ("q_rank", latent.q_rank or UNIT, UNIT),
+        ("kv_rank", latent.kv_rank, UNIT),
+        ("rope_size", latent.rope_size, UNIT),
+        ("nope_size", latent.nope_size, unit),
+        ("value_size", latent.value_size, unit),
+    ):
+        if width % of:
+            rule = f"with train.fp8 {key} ({width}) must be a multiple of {of}"
+            yield Problem(f"model.latent_attention.{key}", rule, str(nearest_multiple(of, width)))
+
+
+def _head_widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
+    queries, values = model.heads // tensor, 2 * max(1, model.key_value_heads // tensor)
     unit = UNIT // math.gcd(UNIT, queries, values)
     if model.head_size % unit:
         problem = (
@@ -55,10 +85,6 @@ def _widths_fit(model: ModelConfig, tensor: int) -> Iterator[Problem]:
             f"{queries} heads of queries and {values} of keys and values, {model.head_size} wide each, are not"
         )
         yield Problem("model.head_dim", problem, str(nearest_multiple(unit, model.head_size)))
-    if dense_widths(model) and model.ffn_size % tensor == 0 and model.ffn_size // tensor % UNIT:
-        problem = f"with train.fp8 ffn_hidden_size ({model.ffn_size}) must be a multiple of {UNIT} x parallel.tensor"
-        nearest = str(nearest_multiple(UNIT * tensor, model.ffn_size))
-        yield Problem("model.ffn_hidden_size", problem, nearest)
 
 
 def cuda_graphs_fit(spec: JobSpec) -> Iterator[Problem]:

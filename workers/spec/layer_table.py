@@ -132,7 +132,11 @@ class Products:
     """Weights are split over tensor ranks by columns, and results are summed over ranks; otherwise weights are split by
     rows, and with sequence parallelism the input is gathered."""
     projects: bool = False
-    """Makes queries, keys and values."""
+    """Makes queries, keys and values, or the short vectors that these are made from."""
+    whole: bool = False
+    """Every tensor rank has all of the weights, and computes results of its own tokens."""
+    shares_input: bool = False
+    """Whether earlier products have this input too, with communication of their own."""
 
     @property
     def adapters(self) -> dict[str, tuple[int, int]]:
@@ -161,6 +165,21 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values of latent attention from the results of products, with rotation and zeros that make them
+    equally wide. Backward needs nothing of it."""
+
+    xs: tuple[Tensor, Tensor, Tensor]
+    """Queries; keys that are not rotated, with values; and the rotated part of keys."""
+    ys: tuple[Tensor, Tensor, Tensor]
+
+    @property
+    def copies_queries(self) -> bool:
+        """Whether queries become wider, and so are copied; otherwise they are rotated in place."""
+        return self.xs[0].columns < self.ys[0].columns
+
+
+@dataclass(frozen=True)
 class Attention:
     """Core attention. Backward needs its inputs, and what the kernel or the written-out softmax saves."""
 
@@ -176,6 +195,9 @@ class Attention:
     """Number of tokens that a token attends to; None: all preceding tokens."""
     normed: bool
     """Whether queries and keys are normed before, so that values are a part of what the norm of keys needs."""
+    cut: Tensor | None = None
+    """A copy of the part of the result that is not from values' zeros, which the next product takes; None: there are no
+    such zeros."""
 
     @property
     def keys(self) -> int:
@@ -221,7 +243,7 @@ class Experts:
         return (*(each for matrices in zip(*self.weights, strict=True) for each in matrices), self.router, *gate)
 
 
-Operation = Norm | Products | Rotary | Attention | Activation | Experts
+Operation = Norm | Products | Rotary | Heads | Attention | Activation | Experts
 
 
 @dataclass(frozen=True)
@@ -241,7 +263,12 @@ class Block:
     @property
     def ends_in_product(self) -> bool:
         """Whether nothing is between the last product and the sum, which without dropout the product computes."""
-        return isinstance(self.operations[-1], Products)
+        return isinstance(self.operations[-1], Products | Experts)
+
+    @property
+    def experts(self) -> Experts | None:
+        """The experts, which the operations after them, those of shared experts, are a part of; None without."""
+        return next((each for each in self.operations if isinstance(each, Experts)), None)
 
     @property
     def mask(self) -> str:
@@ -266,6 +293,16 @@ class LayerTable:
         return tuple(each for block in self.blocks for each in block.products)
 
     @cached_property
+    def adaptable(self) -> tuple[Products, ...]:
+        """Those of the linear layers that targets of `train.lora` are among, in order."""
+        known = set(ADAPTED.values())
+        return tuple(
+            each
+            for each in self.products
+            if any(part.name in known for weight in each.weights for part in weight.parts)
+        )
+
+    @cached_property
     def attention(self) -> Attention:
         """Core attention."""
         return next(each for each in self.operations if isinstance(each, Attention))
@@ -273,7 +310,7 @@ class LayerTable:
     @cached_property
     def experts(self) -> Experts | None:
         """The experts, of a layer that has some."""
-        return next((each for each in self.operations if isinstance(each, Experts)), None)
+        return next((block.experts for block in self.blocks if block.experts), None)
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
@@ -292,6 +329,17 @@ class LayerTable:
         """Elements of each matrix that inputs are multiplied with, by its name within the layer: weights of linear
         layers, and adapters."""
         return {f"{each.name}.weight": each.elements for each in self.weights if not each.is_vector} | self.adapters
+
+    @cached_property
+    def dense_matrices(self) -> dict[str, int]:
+        """The `matrices` that every token is multiplied with: all but those of experts."""
+        return {name: size for name, size in self.matrices.items() if name not in self.of_experts}
+
+    @cached_property
+    def of_experts(self) -> frozenset[str]:
+        """Names of the parameters, within the layer, that only the ranks with the same experts hold."""
+        experts = () if self.experts is None else self.experts.weights
+        return frozenset(f"{weight.name}.weight" for matrices in experts for weight in matrices)
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -345,7 +393,8 @@ def _layer_table(
 ) -> LayerTable:
     """`expert`: 0 for a layer without experts."""
     mlp = _expert_mlp(model, tensor, expert) if expert else _mlp(model, tensor, model.ffn_size)
-    blocks = _attention(model, tensor, window), mlp
+    attend = _attention if model.latent_attention is None else _latent_attention
+    blocks = attend(model, tensor, window), mlp
     if lora is None:
         return LayerTable(blocks)
     names = {ADAPTED[target] for target in lora.targets or lora_targets(model)}
@@ -411,6 +460,48 @@ def _attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
     products = Products(norm.y, ys, weights, sums=False, projects=True)
     output = _output(model, "attention", "attention.output", context)
     return Block("attention", (norm, products, *between, core, output), model.dropout > 0)
+
+
+def _latent_attention(model: ModelConfig, tensor: int, window: int | None) -> Block:
+    latent, heads, norm = model.latent_attention, model.heads // tensor, _norm(model, "attention")
+    assert latent is not None
+    d, short = model.head_size, latent.kv_rank + latent.rope_size
+
+    def weight(name: str, rows: int, columns: int) -> Weight:
+        copies = tensor if name.endswith("_down") else 1
+        return Weight(f"attention.{name}", rows, columns, model.bias, (_all_rows(f"attention.{name}", rows),), copies)
+
+    def normed(name: str, x: Tensor, width: int) -> Norm:
+        return Norm(f"attention.{name}_norm", x, Tensor(f"normed_short_{name}", width, own=True), width, rms=True)
+
+    queries = Tensor("unpadded_queries", heads * latent.query_size)
+    keys_values = Tensor("keys_values", heads * (latent.nope_size + latent.value_size))
+    kv_short = Tensor("short_keys_values", short, own=True)
+    kv_norm, kv_down = normed("kv", kv_short, latent.kv_rank), weight("kv_down", short, model.hidden_size)
+    operations: tuple[Operation, ...]
+    if latent.q_rank is None:
+        q_up = weight("q_up", queries.columns, model.hidden_size)
+        operations = (
+            Products(norm.y, (queries,), (q_up,), sums=False),
+            Products(norm.y, (kv_short,), (kv_down,), sums=False, projects=True, whole=True, shares_input=True),
+        )
+    else:
+        q_short = Tensor("short_queries", latent.q_rank, own=True)
+        q_norm, q_down = normed("q", q_short, latent.q_rank), weight("q_down", latent.q_rank, model.hidden_size)
+        q_up = weight("q_up", queries.columns, latent.q_rank)
+        operations = (
+            Products(norm.y, (q_short, kv_short), (q_down, kv_down), sums=False, projects=True, whole=True),
+            q_norm,
+            Products(q_norm.y, (queries,), (q_up,), sums=False),
+        )
+    kv_up = Products(kv_norm.y, (keys_values,), (weight("kv_up", keys_values.columns, latent.kv_rank),), sums=False)
+    ys = Tensor("queries", heads * d), Tensor("keys", heads * d), Tensor("values", heads * d)
+    between = Heads((queries, keys_values, Tensor("rotated_keys", latent.rope_size, own=True)), ys)
+    context = Tensor("context", heads * d)
+    cut = Tensor("context_values", heads * latent.value_size) if latent.value_size < d else None
+    core = Attention(ys[0], ys[1:], context, heads, heads, d, window, normed=False, cut=cut)
+    output = _output(model, "attention", "attention.output", cut or context)
+    return Block("attention", (norm, *operations, kv_norm, kv_up, between, core, output), model.dropout > 0)
 
 
 def _mlp(model: ModelConfig, tensor: int, width: int, prefix: str = "mlp") -> Block:

@@ -8,7 +8,9 @@ any characters, and `first-last` in place of a layer's number matches a range of
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import NamedTuple
 
 from manta.workers.config import JobSpec, LoraConfig, ModelConfig
 from manta.workers.schedules.stages import layers_of
@@ -98,9 +100,38 @@ def is_partly_frozen(spec: JobSpec) -> bool:
     return bool(_patterns(spec))
 
 
+class LayerKind(NamedTuple):
+    """What layers have in common that have the same operations, windows of attention aside, and the same parameters
+    frozen."""
+
+    has_experts: bool
+    frozen: frozenset[str] = frozenset()
+    """Names within the layer of what the job does not train."""
+
+
+def layer_kinds(spec: JobSpec) -> tuple[LayerKind, ...]:
+    """The kind of each layer."""
+    return _layer_kinds(spec.model, _patterns(spec))
+
+
+@lru_cache(maxsize=64)
+def _layer_kinds(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[LayerKind, ...]:
+    frozen = _frozen_by_layer(model, patterns)
+    return tuple(LayerKind(model.has_experts(layer), names) for layer, names in enumerate(frozen))
+
+
+def layers_of_kinds(spec: JobSpec, layers: Iterable[int]) -> list[tuple[int, int]]:
+    """For each kind among these layers, one of them and their number."""
+    kinds, known = layer_kinds(spec), dict[LayerKind, tuple[int, int]]()
+    for layer in layers:
+        known[kinds[layer]] = layer, known.get(kinds[layer], (layer, 0))[1] + 1
+    return list(known.values())
+
+
 def layers_differ(spec: JobSpec) -> bool:
-    """Whether layers may differ in which of their parameters are trained."""
-    return bool(spec.train.frozen)
+    """Whether layers may be of several kinds."""
+    model = spec.model
+    return bool(spec.train.frozen) or (model.moe is not None and 0 < len(model.expert_layers) < model.layers)
 
 
 def _patterns(spec: JobSpec) -> tuple[str, ...]:

@@ -44,17 +44,9 @@ def _layout_is_explicit(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("parallel", rule, smallest, unsupported=True)
 
 
-def _latent_attention_is_supported(spec: JobSpec) -> Iterator[Problem]:
-    model = spec.model
-    if model.family == "deepseek":
-        yield Problem("model.family", "deepseek is not supported yet", "llama", unsupported=True)
-    if model.latent_attention is not None:
-        yield Problem("model.latent_attention", "not supported yet", "null", unsupported=True)
-
-
 def _heads_divide_hidden(spec: JobSpec) -> Iterator[Problem]:
     hidden, heads, tensor = spec.model.hidden_size, spec.model.heads, spec.layout.tensor
-    if hidden % heads and spec.model.head_dim is None:
+    if not spec.model.has_head_size:
         # Prefer one that also fits the layout.
         unit = tensor if hidden % tensor == 0 else 1
         nearest = unit * nearest_divisor(hidden // unit, round(heads / unit))
@@ -66,21 +58,25 @@ def _positions_fit(spec: JobSpec) -> Iterator[Problem]:
     if not model.parts.rotary:
         if rope is not None:
             yield Problem(
-                "model.rope", f"{model.family} uses learned positions; only llama and qwen use rotary ones", "null"
+                "model.rope",
+                f"{model.family} uses learned positions; only llama, qwen and deepseek use rotary ones",
+                "null",
             )
         return
-    if model.head_dim is None and model.hidden_size % model.heads:
+    if not model.has_head_size:
         return  # reported by the rule about heads
-    if model.head_size % 2:
-        problem = f"rotary positions need an even head size, but it is {model.head_size}"
-        yield Problem("model.head_dim", problem, str(model.head_size + 1))
+    if model.rotated_size % 2:
+        key = "head_dim" if model.latent_attention is None else "latent_attention.rope_size"
+        size = "head size" if key == "head_dim" else "rope_size"
+        problem = f"rotary positions need an even {size}, but it is {model.rotated_size}"
+        yield Problem(f"model.{key}", problem, str(model.rotated_size + 1))
     if rope is not None and rope.scaling is not None:
         yield from _scaling_fits(model, rope.scaling)
 
 
 _SCALING_KEYS = {
     "llama3": ("low_frequency_factor", "high_frequency_factor"),
-    "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale_all_dim"),
 }
 """Keys of model.rope.scaling that only one type uses."""
 
@@ -92,6 +88,9 @@ def _scaling_fits(model: ModelConfig, scaling: RopeScaling) -> Iterator[Problem]
             if getattr(scaling, key) != default:
                 problem = f"has no effect: only {owner} uses it, and the type is {scaling.type}"
                 yield Problem(f"model.rope.scaling.{key}", problem, "null" if default is None else str(default))
+    if scaling.mscale_all_dim is not None and scaling.type == "yarn" and model.latent_attention is None:
+        problem = f"only deepseek, with latent attention, uses it, not {model.family}; attention_factor scales heads"
+        yield Problem("model.rope.scaling.mscale_all_dim", problem, "null")
     if scaling.type == "linear":
         return
     if scaling.original_length is None:
@@ -128,6 +127,27 @@ def _activation_fits(spec: JobSpec) -> Iterator[Problem]:
         yield Problem("model.activation", f"{model.family} uses SwiGLU; only gpt has a choice of activation", "gelu")
 
 
+def _latent_attention_fits(spec: JobSpec) -> Iterator[Problem]:
+    model = spec.model
+    if model.family != "deepseek":
+        if model.latent_attention is not None:
+            yield Problem("model.latent_attention", f"only deepseek has it, not {model.family}", "null")
+        return
+    if model.latent_attention is None:
+        problem = "deepseek needs the shape of its attention"
+        shape = "{q_rank: 1536, kv_rank: 512, rope_size: 64, nope_size: 128, value_size: 128}"
+        yield Problem("model.latent_attention", problem, shape)
+        return
+    if model.kv_heads not in (None, model.heads):
+        problem = f"latent attention makes keys and values for each of the {model.heads} heads"
+        yield Problem("model.kv_heads", problem, "null")
+    if model.head_dim is not None:
+        problem = "with latent attention heads have nope_size + rope_size and value_size elements"
+        yield Problem("model.head_dim", problem, "null")
+    if model.bias:
+        yield Problem("model.bias", "deepseek has no biases", "false")
+
+
 def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
     model = spec.model
     if model.full_attention_every is not None and model.sliding_window is None:
@@ -137,7 +157,7 @@ def _windows_fit(spec: JobSpec) -> Iterator[Problem]:
 
 def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
     tensor, model = spec.layout.tensor, spec.model
-    if model.head_dim is None and model.hidden_size % model.heads:
+    if not model.has_head_size:
         return  # reported by the rule about heads
     if model.heads % tensor:
         # One that divides everything that is split, so that applying the suggestion is enough.
@@ -435,11 +455,12 @@ def _environment_is_allowed(spec: JobSpec) -> Iterator[Problem]:
             yield Problem(path, f"a value may have at most {MAX_CHARACTERS} characters, all printable")
 
 
-UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit, _latent_attention_is_supported)
+UNSUPPORTED: tuple[Rule, ...] = (_layout_is_explicit,)
 FITTING: tuple[Rule, ...] = (
     _heads_divide_hidden,
     _positions_fit,
     _activation_fits,
+    _latent_attention_fits,
     _windows_fit,
     _custom_models_are_named,
     _tensor_divides,

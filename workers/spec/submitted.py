@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,27 @@ def _with_shape(document: Any, roots: DataRoots) -> Any:
         shape = shape_of(config)
     except WeightsError as error:
         raise SpecError([Problem("model.from", at_submission(error))]) from error
+    model, shape = _with_balance(model, shape)
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)
     completed = {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
     return {**completed, "train": _with_rates_for_weights(document["train"])} if "train" in document else completed
+
+
+_OF_TRAINING = ("balance", "router_z_loss")
+"""Keys of `model.moe` that config.json does not have."""
+
+
+def _with_balance(model: dict[str, Any], shape: Shape) -> tuple[dict[str, Any], Shape]:
+    """Both with the keys of `model.moe` that the other one has and it has not: what weights do not tell, and what a job
+    need not repeat."""
+    given, theirs = model.get("moe"), shape.section.get("moe")
+    if not isinstance(given, dict) or theirs is None:
+        return model, shape
+    own = {key: given[key] for key in _OF_TRAINING if key in given}
+    section = {**shape.section, "moe": {**theirs, **own}}
+    return {**model, "moe": {**theirs, **given}}, replace(shape, section=section)
 
 
 def _with_rates_for_weights(train: Any) -> Any:
@@ -118,6 +135,10 @@ _SHAPE = frozenset(ModelConfig.model_fields) - {"from_", "dropout", "sequence_le
 """Keys that identify the weights."""
 
 
+_OBJECTS = ("moe", "latent_attention")
+"""Keys of which each key is named by itself."""
+
+
 def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Problem]:
     """Keys next to `from` that differ from config.json."""
     length = model.get("sequence_length")
@@ -129,8 +150,12 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
         given = model[key]
         if given is None and ModelConfig.model_fields[key].default is None:
             continue  # as if it were left out
-        expected = known.get(key)
-        if _read({**shape.section, key: given}, shape.positions).get(key) != expected:
+        expected, read = known.get(key), _read({**shape.section, key: given}, shape.positions).get(key)
+        if isinstance(expected, dict) and isinstance(read, dict) and key in _OBJECTS:
+            for inner in (each for each in expected if read.get(each) != expected[each]):
+                rule = f"{_shown(read.get(inner))} differs from {where}, which says {_shown(expected[inner])}"
+                yield Problem(f"model.{key}.{inner}", rule, _shown(expected[inner]))
+        elif read != expected:
             name = shape.huggingface_names.get(key, "nothing")
             theirs = f"{name} {_shown(expected)}" if key in shape.section else f"a {shape.section['family']} without it"
             yield Problem(f"model.{key}", f"{_shown(given)} differs from {where}: {theirs}", _shown(expected))
@@ -145,7 +170,7 @@ def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def with_vocabulary(spec: JobSpec) -> JobSpec:

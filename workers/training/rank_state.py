@@ -187,16 +187,20 @@ class RankState:
         if self.comm.rank == 0 and record is not None:
             check_unchanged(spec, record.parent / WEIGHTS_RECORD)
         fill: Callable[[NamedShard, torch.Tensor], None] = partial(fill_initial, seed=spec.train.seed)
+        fill_router_bias: Callable[[torch.Tensor], object] = torch.Tensor.zero_
         # Imported here, since only these jobs need safetensors, which bare GPU images lack.
         if spec.model.from_ is not None:
             from manta.workers.weights.reading import Weights
 
-            fill = Weights(spec, self.comm.progress.moved).fill
+            weights = Weights(spec, self.comm.progress.moved)
+            fill, fill_router_bias = weights.fill, weights.fill_router_bias
+            if self.comm.rank == 0 and weights.notice:
+                print(weights.notice, flush=True)
         if lora is not None and lora.from_ is not None:
             from manta.workers.weights.reading import with_adapter
 
             fill = with_adapter(spec, lora, fill)
-        self.engine.begin_with(fill)
+        self.engine.begin_with(fill, fill_router_bias)
 
     def _resend_rows(self, rows: list[dict[str, Any]]) -> None:
         """Report, on rank 0, the rows that came with a snapshot; the receiver knows most of them already."""

@@ -9,13 +9,14 @@ the one whose weights these are.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manta.workers.config import JobSpec, ModelConfig, RopeConfig
+from manta.workers.config import JobSpec, ModelConfig, MoeConfig, RopeConfig
 from manta.workers.data.read_errors import weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.system.regular_files import MAX_SETTINGS_BYTES, read_regular
@@ -47,6 +48,13 @@ class Keys:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "must be a whole number of at least 1")
+        return value
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number of at least 0. Raises WeightsError."""
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.wrong(key, "must be a whole number of at least 0")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -142,14 +150,23 @@ def shape_of(config: Keys) -> Shape:
     for key, why in _NEVER.items():
         if config.get(key):
             raise WeightsError(f"{config.where}: {key}: {why}")
+    if config.get("auto_map") and config.get("architectures") != [_CLASSES[kind]]:
+        why = f"the model needs code from its folder, which Manta never runs; it knows {_CLASSES[kind]} itself"
+        raise WeightsError(f"{config.where}: auto_map: {why}, which architectures does not name")
     return READERS[kind](config)
 
 
+_DROPS = "every token goes to all experts chosen for it; there is no capacity, and none is dropped"
 _NEVER = {
-    "quantization_config": "quantized weights cannot be trained; use the original weights",
+    "quantization_config": "quantized weights cannot be trained; use the original weights, or convert these to bf16 "
+    "(those of DeepSeek V3 with fp8_cast_bf16.py of its repository), and remove this key",
     "vision_config": "image inputs are not supported",
     "text_config": "models with several parts are not supported; use the folder of the text model alone",
-    "auto_map": "the model needs code from its folder, which Manta never runs",
+    "capacity_factor": _DROPS,
+    "expert_capacity": _DROPS,
+    "moe_capacity_factor": _DROPS,
+    "moe_expert_capacity_factor": _DROPS,
+    "router_jitter_noise": "noise on what the router reads is not supported; set it to 0",
 }
 
 
@@ -195,12 +212,17 @@ class _Defaults:
     head_dim: int | None
     """None: hidden_size / heads."""
     positions: int
+    theta: float = 10_000.0
+    norm_epsilon: float = 1e-6
 
 
 _DEFAULTS = {
     "llama": _Defaults(None, None, 2048),
     "mistral": _Defaults(8, None, 131072),
+    "mixtral": _Defaults(8, None, 131072, 1e6, 1e-5),
     "qwen3": _Defaults(32, 128, 32768),
+    "qwen3_moe": _Defaults(4, None, 32768),
+    "deepseek_v3": _Defaults(None, None, 4096),
 }
 
 
@@ -212,7 +234,7 @@ def _llama_like(config: Keys) -> Shape:
     heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
     says_all_heads = config.values.get("num_key_value_heads", 0) is None  # null, which differs from a missing key
     section = {
-        "family": "qwen" if kind == "qwen3" else "llama",
+        "family": "qwen" if kind.startswith("qwen3") else "llama",
         "layers": config.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "heads": heads,
@@ -222,13 +244,102 @@ def _llama_like(config: Keys) -> Shape:
         "vocabulary_size": config.integer("vocab_size"),
         "bias": _bias(config),
         "tie_embeddings": config.flag("tie_word_embeddings", default=False),
-        "norm_epsilon": config.number("rms_norm_eps", 1e-6),
-        "rope": _rope(config, defaults.positions),
+        "norm_epsilon": config.number("rms_norm_eps", defaults.norm_epsilon),
+        "rope": _rope(config, defaults),
         **_windows(config, kind),
     }
-    return Shape(
-        section, _NAMES, config.integer("max_position_embeddings", defaults.positions), "max_position_embeddings"
-    )
+    if kind == "mixtral":
+        section["moe"] = {
+            "experts": _experts(config, 8),
+            "per_token": config.integer("num_experts_per_tok", 2),
+            "ffn_hidden_size": section["ffn_hidden_size"],
+        }
+    elif kind == "qwen3_moe":
+        section["moe"] = _qwen_experts(config)
+    return _shape(config, section, defaults)
+
+
+def _shape(config: Keys, section: Section, defaults: _Defaults) -> Shape:
+    positions = config.integer("max_position_embeddings", defaults.positions)
+    return Shape(section, _NAMES, positions, "max_position_embeddings")
+
+
+def _experts(config: Keys, default: int, *names: str) -> int:
+    """The number of experts, which releases of transformers name differently."""
+    known = (*names, "num_experts", "num_local_experts")
+    return config.integer(next((name for name in known if config.get(name) is not None), known[0]), default)
+
+
+def _qwen_experts(config: Keys) -> Section | None:
+    layers, every = config.integer("num_hidden_layers"), config.integer("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise config.wrong("mlp_only_layers", "must be a list of numbers of layers")
+    sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % every == 0]
+    if not sparse:
+        return None
+    first = max((layer + 1 for layer in dense if layer < sparse[0]), default=0)
+    if sparse != [layer for layer in range(first, layers) if (layer + 1) % every == 0]:
+        raise config.wrong("mlp_only_layers", "only the first layers may have no experts, and of the others every n-th")
+    return {
+        "experts": _experts(config, 128),
+        "per_token": config.integer("num_experts_per_tok", 8),
+        "ffn_hidden_size": config.integer("moe_intermediate_size", 768),
+        "first_dense": first,
+        "every": every,
+        "normalise": config.flag("norm_topk_prob", default=False),
+    }
+
+
+def _deepseek(config: Keys) -> Shape:
+    defaults, heads = _DEFAULTS["deepseek_v3"], config.integer("num_attention_heads", 128)
+    for key, needed in _OF_DEEPSEEK.items():
+        if config.get(key, needed) != needed:
+            raise config.wrong(key, f"only {json.dumps(needed)} is supported")
+    if config.integer("num_key_value_heads", heads) != heads:
+        raise config.wrong("num_key_value_heads", f"must be num_attention_heads, {heads}")
+    is_plain = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
+    layers, dense = config.integer("num_hidden_layers", 61), config.count("first_k_dense_replace", 3)
+    section: Section = {
+        "family": "deepseek",
+        "layers": layers,
+        "hidden_size": config.integer("hidden_size", 7168),
+        "heads": heads,
+        "ffn_hidden_size": config.integer("intermediate_size", 18432),
+        "vocabulary_size": config.integer("vocab_size", 129280),
+        "bias": False,
+        "tie_embeddings": config.flag("tie_word_embeddings", default=False),
+        "norm_epsilon": config.number("rms_norm_eps", defaults.norm_epsilon),
+        "rope": _rope(config, defaults),
+        "latent_attention": {
+            "q_rank": None if is_plain else config.integer("q_lora_rank", 1536),
+            "kv_rank": config.integer("kv_lora_rank", 512),
+            "rope_size": config.integer("qk_rope_head_dim", 64),
+            "nope_size": config.integer("qk_nope_head_dim", 128),
+            "value_size": config.integer("v_head_dim", 128),
+        },
+    }
+    if dense < layers:
+        section["moe"] = {
+            "experts": _experts(config, 256, "n_routed_experts"),
+            "per_token": config.integer("num_experts_per_tok", 8),
+            "ffn_hidden_size": config.integer("moe_intermediate_size", 2048),
+            "first_dense": dense,
+            "shared": config.integer("n_shared_experts", 1),
+            "score": "sigmoid",
+            "normalise": config.flag("norm_topk_prob", default=True),
+            "scale": config.number("routed_scaling_factor", 2.5),
+            "groups": config.integer("n_group", 8),
+            "groups_per_token": config.integer("topk_group", 4),
+        }
+    return _shape(config, section, defaults)
+
+
+_OF_DEEPSEEK: Section = {
+    "hidden_act": "silu", "attention_bias": False, "rope_interleave": True, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "moe_layer_freq": 1,
+}  # fmt: skip
+"""Keys that have only one supported value."""
 
 
 _NAMES = {
@@ -236,14 +347,18 @@ _NAMES = {
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn_hidden_size": "intermediate_size",
     "vocabulary_size": "vocab_size", "bias": "attention_bias", "tie_embeddings": "tie_word_embeddings",
     "norm_epsilon": "rms_norm_eps", "rope": "rope_scaling", "sliding_window": "sliding_window",
-    "full_attention_every": "layer_types", "family": "model_type",
+    "full_attention_every": "layer_types", "family": "model_type", "moe": "the keys of experts",
+    "latent_attention": "the keys of its attention",
 }  # fmt: skip
 
 READERS: dict[str, Callable[[Keys], Shape]] = {
     "gpt2": _gpt2,
     "llama": _llama_like,
     "mistral": _llama_like,
+    "mixtral": _llama_like,
     "qwen3": _llama_like,
+    "qwen3_moe": _llama_like,
+    "deepseek_v3": _deepseek,
 }
 """By `model_type`."""
 
@@ -263,11 +378,13 @@ def _bias(config: Keys) -> bool:
 def _windows(config: Keys, kind: str) -> Section:
     """`sliding_window` and `full_attention_every`."""
     none: Section = {"sliding_window": None, "full_attention_every": None}
-    has_windows = kind == "mistral" or (kind == "qwen3" and config.flag("use_sliding_window", default=False))
+    is_qwen = kind.startswith("qwen3")
+    has_windows = kind == "mistral" or (is_qwen and config.flag("use_sliding_window", default=False))
+    has_windows |= kind == "mixtral" and config.get("sliding_window") is not None
     if not has_windows or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return none
     window = config.integer("sliding_window", 4096)
-    if kind == "mistral":
+    if kind != "qwen3":
         return none | {"sliding_window": window}
     sliding = [entry == "sliding_attention" for entry in _layer_types(config)]
     if not any(sliding):
@@ -299,7 +416,7 @@ def _layer_types(config: Keys) -> list[str]:
     return types
 
 
-def _rope(config: Keys, positions: int) -> Section:
+def _rope(config: Keys, defaults: _Defaults) -> Section:
     """`rope`, in the form of transformers 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     inner = config.inner(key) or Keys({}, config.where)
@@ -312,7 +429,7 @@ def _rope(config: Keys, positions: int) -> Section:
         raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0 (rotation of whole heads) is supported")
     if any(isinstance(value, dict) for value in inner.values.values()):
         raise WeightsError(f"{config.where}: {key}: only the same rotary settings in all layers are supported")
-    theta = inner.number("rope_theta", config.number("rope_theta", 10_000.0))
+    theta = inner.number("rope_theta", config.number("rope_theta", defaults.theta))
     kind = inner.get("rope_type", inner.get("type", "default"))
     if kind != "default" and kind not in _SCALINGS:
         name = "rope_type" if "rope_type" in inner.values else "type"
@@ -327,8 +444,11 @@ def _rope(config: Keys, positions: int) -> Section:
     factor = inner.number("factor")
     if factor < 1:
         raise inner.wrong("factor", "must be at least 1")
-    length = config.integer("max_position_embeddings", positions)
-    return {"theta": theta, "scaling": {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}}
+    length = config.integer("max_position_embeddings", defaults.positions)
+    scaling = {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}
+    if kind == "yarn":
+        scaling |= _scales(inner, factor, config.values["model_type"] == "deepseek_v3")
+    return {"theta": theta, "scaling": scaling}
 
 
 _ROPE_KEYS = {
@@ -348,20 +468,29 @@ def _llama3(inner: Keys, positions: int) -> Section:
 
 
 def _yarn(inner: Keys, positions: int) -> Section:
-    for key, needed in (("truncate", True), ("mscale", None), ("mscale_all_dim", None)):
-        if inner.get(key, needed) != needed:
-            raise inner.wrong(key, "this variant of yarn is not supported")
-    section = {
+    if not inner.flag("truncate", default=True):
+        raise inner.wrong("truncate", "this variant of yarn is not supported")
+    return {
         "original_length": inner.integer("original_max_position_embeddings", positions),
         "beta_fast": inner.number("beta_fast", 32.0),
         "beta_slow": inner.number("beta_slow", 1.0),
     }
-    return section | dict(_given(inner, "attention_factor"))
 
 
-def _given(inner: Keys, key: str) -> Iterator[tuple[str, float]]:
-    if inner.get(key) is not None:
-        yield key, inner.number(key)
+def _scales(inner: Keys, factor: float, of_deepseek: bool) -> Iterator[tuple[str, float]]:
+    """yarn's `attention_factor`, and DeepSeek's `mscale_all_dim`. Both mscales make scales, 0.1 mscale ln(factor) + 1:
+    what is rotated has their quotient, and scores the square of the second one."""
+    for key in () if of_deepseek else ("mscale", "mscale_all_dim"):
+        if inner.get(key) is not None:
+            raise inner.wrong(key, "this variant of yarn is not supported")
+    if inner.get("attention_factor") is not None:
+        yield "attention_factor", inner.number("attention_factor")
+    elif inner.get("mscale") and inner.get("mscale_all_dim"):
+        logarithm = 0.1 * math.log(factor)
+        scales = [inner.number(key) * logarithm + 1.0 for key in ("mscale", "mscale_all_dim")]
+        yield "attention_factor", scales[0] / scales[1]
+    if inner.get("mscale_all_dim"):
+        yield "mscale_all_dim", inner.number("mscale_all_dim")
 
 
 _SCALINGS: dict[str, Callable[[Keys, int], Section]] = {
@@ -382,13 +511,15 @@ def huggingface_config(spec: JobSpec, dtype: str, positions: int | None = None) 
     positions = max(positions or _stretched(model), model.sequence_length)
     if model.family == "gpt":
         return _gpt2_config(spec, dtype)
+    if model.family == "deepseek":
+        return _deepseek_config(spec, dtype, positions)
     if model.family not in ("llama", "qwen"):
         raise _cannot(f"model.family {model.family}")
-    kind = "qwen3" if model.family == "qwen" else "llama" if model.sliding_window is None else "mistral"
+    kind = _kind_of(model)
     if model.bias and kind != "llama":
-        raise _cannot(f"model.bias with {'Qwen 3' if kind == 'qwen3' else 'Mistral (sliding_window)'}")
-    if kind == "mistral" and model.full_attention_every is not None:
-        raise _cannot("model.full_attention_every with family llama")
+        raise _cannot(f"model.bias with {_TITLES[kind]}")
+    if kind in ("mistral", "mixtral", "qwen3_moe") and model.full_attention_every is not None:
+        raise _cannot(f"model.full_attention_every with {_TITLES[kind]}")
     config = {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
@@ -409,6 +540,11 @@ def huggingface_config(spec: JobSpec, dtype: str, positions: int | None = None) 
         config |= {"attention_bias": model.bias, "mlp_bias": model.bias}
     elif kind == "mistral":
         config |= {"sliding_window": model.sliding_window}
+    elif kind == "mixtral":
+        config |= {"sliding_window": model.sliding_window, **_mixtral_experts(model)}
+    elif kind == "qwen3_moe":
+        windows = {"use_sliding_window": model.sliding_window is not None, "sliding_window": model.sliding_window}
+        config |= {"attention_bias": False, **windows, **_qwen_experts_keys(model)}
     else:
         config |= {"attention_bias": False, **_qwen_windows(model)}
     return config | _common(model, dtype)
@@ -418,8 +554,106 @@ _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
+_TITLES = {
+    "mistral": "Mistral (sliding_window)",
+    "mixtral": "Mixtral (family llama with moe)",
+    "qwen3": "Qwen 3",
+    "qwen3_moe": "Qwen 3 with moe",
+}
+
+
+def _kind_of(model: ModelConfig) -> str:
+    """`model_type` of a model of family llama or qwen."""
+    if model.family == "qwen":
+        return "qwen3" if model.moe is None else "qwen3_moe"
+    if model.moe is not None:
+        return "mixtral"
+    return "llama" if model.sliding_window is None else "mistral"
+
+
+def _only(moe: MoeConfig, what: str, **needed: Any) -> None:
+    """Raises WeightsError if experts have anything that `what` has not: these keys with other values, or a bias."""
+    for key, value in needed.items():
+        if getattr(moe, key) != value:
+            raise _cannot(f"model.moe.{key} {json.dumps(getattr(moe, key))} with {what}")
+    if moe.shared_gate or (moe.shared and moe.shared_size != moe.shared * moe.ffn_hidden_size):
+        raise _cannot(f"model.moe.{'shared_gate' if moe.shared_gate else 'shared_ffn_hidden_size'} with {what}")
+
+
+def _mixtral_experts(model: ModelConfig) -> Section:
+    moe, what = model.moe, _TITLES["mixtral"]
+    assert moe is not None
+    _only(moe, what, first_dense=0, every=1, normalise=True, **_PLAIN)
+    if model.has_router_bias:
+        raise _cannot(f"model.moe.balance.bias_rate with {what}")
+    counts = {"num_local_experts": moe.experts, "num_experts_per_tok": moe.per_token}
+    return {"intermediate_size": moe.ffn_hidden_size, **counts}
+
+
+def _qwen_experts_keys(model: ModelConfig) -> Section:
+    moe, what = model.moe, _TITLES["qwen3_moe"]
+    assert moe is not None
+    _only(moe, what, **_PLAIN)
+    if model.has_router_bias:
+        raise _cannot(f"model.moe.balance.bias_rate with {what}")
+    return {
+        "num_experts": moe.experts,
+        "num_experts_per_tok": moe.per_token,
+        "moe_intermediate_size": moe.ffn_hidden_size,
+        "norm_topk_prob": moe.normalise,
+        "decoder_sparse_step": moe.every,
+        "mlp_only_layers": list(range(min(moe.first_dense, model.layers))),
+    }
+
+
+_PLAIN: Section = {"score": "softmax", "shared": 0, "groups": 1, "groups_per_token": 1, "scale": 1.0}
+
+
+def _deepseek_config(spec: JobSpec, dtype: str, positions: int) -> Section:
+    model, moe, latent = spec.model, spec.model.moe, spec.model.latent_attention
+    assert latent is not None
+    if model.sliding_window is not None:
+        raise _cannot("model.sliding_window with family deepseek")
+    if moe is not None:
+        _only(moe, "family deepseek", every=1, score="sigmoid")
+        if not moe.shared:
+            raise _cannot("model.moe.shared 0 with family deepseek")
+    return {
+        "architectures": [_CLASSES["deepseek_v3"]],
+        "model_type": "deepseek_v3",
+        "vocab_size": spec.vocabulary_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.ffn_size,
+        "moe_intermediate_size": moe.ffn_hidden_size if moe else model.ffn_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.heads,
+        "n_routed_experts": moe.experts if moe else 1,
+        "n_shared_experts": moe.shared if moe else 1,
+        "num_experts_per_tok": moe.per_token if moe else 1,
+        "first_k_dense_replace": min(moe.first_dense, model.layers) if moe else model.layers,
+        "norm_topk_prob": moe.normalise if moe else True,
+        "routed_scaling_factor": moe.scale if moe else 1.0,
+        "n_group": moe.groups if moe else 1,
+        "topk_group": moe.groups_per_token if moe else 1,
+        "q_lora_rank": latent.q_rank,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_rope_head_dim": latent.rope_size,
+        "qk_nope_head_dim": latent.nope_size,
+        "v_head_dim": latent.value_size,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": model.norm_epsilon,
+        "attention_dropout": 0.0,
+        **_OF_DEEPSEEK,
+        **_rope_keys(model.rope_or_default),
+        **_common(model, dtype),
+    }
 
 
 def _stretched(model: ModelConfig) -> int:
@@ -475,6 +709,11 @@ def _rope_keys(rope: RopeConfig) -> Section:
         theirs |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
         if scaling.attention_factor is not None:
             theirs["attention_factor"] = scaling.attention_factor
+        if scaling.mscale_all_dim is not None:
+            theirs["mscale_all_dim"] = scaling.mscale_all_dim
+            if scaling.attention_factor == 1.0:  # as DeepSeek's own code, and what follows it, expects it
+                theirs["mscale"] = scaling.mscale_all_dim
+                del theirs["attention_factor"]
     return {"rope_theta": rope.theta, "rope_scaling": theirs}
 
 

@@ -24,16 +24,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from manta.workers.checkpoint.archives import ITEM_BYTES
 from manta.workers.checkpoint.catalog import Manifest, checkpoint_at, manifest_of, while_read
-from manta.workers.checkpoint.contents import Contents
 from manta.workers.checkpoint.opening import read_contents
 from manta.workers.checkpoint.stored_rows import RAW, StoredRows
 from manta.workers.config import JobSpec, LoraConfig
@@ -46,8 +44,8 @@ from manta.workers.storage.locations import Location, parse_location
 from manta.workers.weights.adapters import stored_adapters, stored_matrix
 from manta.workers.weights.companions import add_tokenizer, companion_files, source_config
 from manta.workers.weights.config import ADAPTER_CONFIG, huggingface_config
-from manta.workers.weights.folder import ADAPTER, INDEX, NewFiles, index_of, plan_files, write_text
-from manta.workers.weights.mapping import Dtype, Format, HuggingFaceTensor, huggingface_tensors, unchanged
+from manta.workers.weights.folder import ADAPTER, INDEX, NewFiles, index_of, plan_files, size_of, write_text
+from manta.workers.weights.mapping import ROUTER_BIAS, Dtype, Format, HuggingFaceTensor, huggingface_tensors, unchanged
 from manta.workers.weights.peft import config_of, new_modules
 from manta.workers.weights.stream_out import DTYPES, Source, cast, write_tensors
 
@@ -136,11 +134,11 @@ def _export(
         texts, tensors = companion_files(spec, named, location), huggingface_tensors(spec)
     else:
         merged = {**manifest.spec, "train": {**manifest.spec["train"], "lora": None}}
-        texts, tensors = {SPEC: _json(merged)}, _our_tensors(source.contents)
+        texts, tensors = {SPEC: _json(merged)}, _our_tensors(source)
     files = plan_files(tensors, named, shard_bytes)
     if len(files) > 1:
         texts[INDEX] = index_of(files, named)
-    size = sum(math.prod(tensor.shape) for tensor in tensors) * ITEM_BYTES[named]
+    size = sum(size_of(tensor, named) for tensor in tensors)
     done = 0
 
     def wrote(count: int) -> None:
@@ -210,11 +208,14 @@ def _source_dtype(spec: JobSpec) -> str:
     return named if isinstance(named, str) and named in DTYPES.values() else "float32"
 
 
-def _our_tensors(contents: Contents) -> list[HuggingFaceTensor]:
-    """All parameters but those of adapters, which are merged."""
-    names = [name for name in contents.tensors if name.startswith("model.") and not is_adapter(name)]
-    shapes = {name.removeprefix("model."): contents.tensors[name].shape for name in names}
-    return [unchanged(name, name, *shape) for name, shape in shapes.items()]
+def _our_tensors(source: Source) -> list[HuggingFaceTensor]:
+    """All parameters but those of adapters, which are merged, and what the choice of experts adds to scores."""
+    stored = source.contents.tensors
+    names = [name for name in stored if name.startswith("model.") and not is_adapter(name)]
+    shapes = {name.removeprefix("model."): stored[name].shape for name in names}
+    biases = source.manifest.small.get(ROUTER_BIAS, [])
+    others = [replace(unchanged(ROUTER_BIAS, ROUTER_BIAS, len(biases)), dtype="float32")] if biases else []
+    return [*(unchanged(name, name, *shape) for name, shape in shapes.items()), *others]
 
 
 @contextmanager

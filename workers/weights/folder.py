@@ -11,16 +11,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from manta.workers.config import JobSpec
+from manta.workers.config import JobSpec, ModelConfig
 from manta.workers.data.read_errors import is_of_the_storage, weights_error
 from manta.workers.errors import WeightsError
 from manta.workers.system.regular_files import open_regular, read_regular, refuse_pointer
@@ -59,6 +61,17 @@ class FileTensor:
     dtype: str
     first: int
     """Position of the tensor's first byte in the file."""
+    of_expert: ExpertPart | None = None
+    """Which part of the file's tensor it is, if that has the matrices of all experts of a layer."""
+
+
+class ExpertPart(NamedTuple):
+    """One expert's matrix in a tensor of all experts', [E, rows, columns], or transposed, [E, columns, rows]."""
+
+    expert: int
+    first_row: int
+    """Row with which the matrix begins: of one tensor for gate and up, gate comes first."""
+    transposed: bool
 
 
 def check_weights(spec: JobSpec) -> None:
@@ -109,16 +122,17 @@ def _listed(folder: Path, pattern: str) -> list[Path]:
         raise weights_error(folder, error) from error
 
 
-def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
-    """Where each of `huggingface_tensors(spec)` is in the folder `spec.model.from_`, by its name there. Raises
-    WeightsError if one is missing, has another shape or a dtype that cannot be read, or if there is a tensor of unknown
-    purpose."""
+def tensors_of(spec: JobSpec, headers: Mapping[str, FileTensor] | None = None) -> dict[str, FileTensor]:
+    """Where each of `huggingface_tensors(spec)` is in the folder `spec.model.from_`, by its name there. `headers`: what
+    `read_headers` says of that folder. Raises WeightsError if one is missing, has another shape or a dtype that cannot
+    be read, or if there is a tensor of unknown purpose."""
     folder = Path(spec.model.from_ or "")
-    headers = read_headers(folder)
+    headers = read_headers(folder) if headers is None else headers
     wanted = huggingface_tensors(spec)
     at, used = {}, set()
     for tensor in wanted:
         here = next((headers[name] for name in _spellings(tensor.name) if name in headers), None)
+        here = here or _of_all_experts(spec.model, tensor, headers)
         if here is None:
             longer = next((name for name in sorted(headers) if name.endswith(f".{tensor.name}")), None)
             prefix = f"; {longer} is there: save the model without what precedes these names" if longer else ""
@@ -129,11 +143,60 @@ def tensors_of(spec: JobSpec) -> dict[str, FileTensor]:
     tied = {"lm_head.weight"} if spec.model.tie_embeddings else set()
     for name in headers.keys() & tied:
         _check_tied(headers[name], at[wanted[0].name])
-    unknown = sorted(name for name in headers.keys() - used - tied if not name.endswith(_BUFFERS))
+    predicts = predicting_layers(spec.model, headers)
+    unknown = sorted(
+        name for name in headers.keys() - used - tied if not name.endswith(_BUFFERS) and not name.startswith(predicts)
+    )
     if unknown:
         names = ", nor ".join(unknown[:5]) + (f", nor {len(unknown) - 5} more" if unknown[5:] else "")
         raise WeightsError(f"{headers[unknown[0]].file}: the model in config.json has no tensor {names}")
     return at
+
+
+def predicting_layers(model: ModelConfig, names: Iterable[str]) -> tuple[str, ...]:
+    """Beginnings of the names of layers behind the last one with which DeepSeek V3 predicts more than one token
+    (arXiv:2412.19437, section 2.2), which are not trained here."""
+    if model.family != "deepseek":
+        return ()
+    found = (_PREDICTING.fullmatch(name) for name in names)
+    return tuple(f"{each[1]}{each[2]}." for each in found if each is not None and int(each[2]) >= model.layers)
+
+
+_PREDICTING = re.compile(r"((?:model\.)?layers\.)(\d+)\.eh_proj\.weight")
+_OF_EXPERT = re.compile(r"(.*\.)(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_UP, _DOWN = ("up_proj", "w3"), ("down_proj", "w2")
+
+
+def _of_all_experts(
+    model: ModelConfig, tensor: HuggingFaceTensor, headers: Mapping[str, FileTensor]
+) -> FileTensor | None:
+    """One expert's matrix in the tensor of all experts' that transformers has in memory: gate_up_proj [E, 2 f, h] and
+    down_proj [E, h, f], or both transposed. Raises WeightsError for other shapes."""
+    match, moe = _OF_EXPERT.fullmatch(tensor.name), model.moe
+    if match is None or moe is None:
+        return None
+    before, number, matrix = match.groups()
+    f, h = moe.ffn_hidden_size, model.hidden_size
+    together = {"gate_up_proj": (moe.experts, 2 * f, h), "down_proj": (moe.experts, h, f)}
+    for prefix, end in product((f"{before}mlp", f"{before}block_sparse_moe"), ("", ".weight")):
+        found = [
+            next((headers[name] for name in _spellings(f"{prefix}.experts.{each}{end}") if name in headers), None)
+            for each in together
+        ]
+        if None in found:
+            continue
+        both = [each for each in found if each is not None]
+        shapes = [each.shape for each in both]
+        if shapes not in ([*together.values()], [(e, n, m) for e, m, n in together.values()]):
+            needs = " and ".join(str(list(shape)) for shape in together.values())
+            raise WeightsError(
+                f"{both[0].file}: {both[0].name} and {both[1].name} have shapes {list(shapes[0])} and "
+                f"{list(shapes[1])}, but config.json requires {needs}, or both transposed"
+            )
+        here = both[matrix in _DOWN]
+        part = ExpertPart(int(number), f if matrix in _UP else 0, shapes != [*together.values()])
+        return replace(here, shape=tensor.shape, of_expert=part)
+    return None
 
 
 def _check_tied(output: FileTensor, tokens: FileTensor) -> None:
@@ -253,7 +316,7 @@ def plan_files(tensors: Sequence[HuggingFaceTensor], dtype: str, max_bytes: int)
     shards: list[list[HuggingFaceTensor]] = [[]]
     room = max_bytes
     for tensor in tensors:
-        size = math.prod(tensor.shape) * BYTES[NAMES[dtype]]
+        size = size_of(tensor, dtype)
         if shards[-1] and size > room:
             shards.append([])
             room = max_bytes
@@ -265,11 +328,17 @@ def plan_files(tensors: Sequence[HuggingFaceTensor], dtype: str, max_bytes: int)
     return {f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
+def size_of(tensor: HuggingFaceTensor, dtype: str) -> int:
+    """Bytes of a tensor in a file whose tensors are of `dtype`."""
+    return math.prod(tensor.shape) * BYTES[NAMES[tensor.dtype or dtype]]
+
+
 def index_of(files: dict[str, list[HuggingFaceTensor]], dtype: str) -> str:
     """The text of the index of `files`."""
-    sizes = [math.prod(tensor.shape) for tensors in files.values() for tensor in tensors]
+    every = [tensor for tensors in files.values() for tensor in tensors]
+    size, count = sum(size_of(each, dtype) for each in every), sum(math.prod(each.shape) for each in every)
     index = {
-        "metadata": {"total_size": sum(sizes) * BYTES[NAMES[dtype]], "total_parameters": sum(sizes)},
+        "metadata": {"total_size": size, "total_parameters": count},
         "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
     }
     return json.dumps(index, indent=2) + "\n"
@@ -355,9 +424,9 @@ def _new_header(tensors: Iterable[HuggingFaceTensor], dtype: str) -> tuple[bytes
     """The beginning of a file; each tensor's first byte after it, and the one after its last; the end of the file."""
     at, header, places = 0, {"__metadata__": {"format": "pt"}}, {}
     for tensor in tensors:
-        end = at + math.prod(tensor.shape) * BYTES[NAMES[dtype]]
+        end, name = at + size_of(tensor, dtype), NAMES[tensor.dtype or dtype]
         places[tensor.name] = at, end
-        header[tensor.name] = {"dtype": NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}  # type: ignore[dict-item]
+        header[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [at, end]}  # type: ignore[dict-item]
         at = end
     content = json.dumps(header, separators=(",", ":")).encode()
     content += b" " * (-len(content) % _ALIGNMENT)

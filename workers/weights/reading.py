@@ -7,7 +7,8 @@ executed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,8 +19,8 @@ from manta.workers.errors import WeightsError
 from manta.workers.parallel.tensor.shards import NamedShard, fill_initial
 from manta.workers.spec.layer_table import is_adapter
 from manta.workers.weights.adapters import InitialAdapter
-from manta.workers.weights.folder import FileTensor, tensors_of
-from manta.workers.weights.mapping import HuggingFaceTensor, Piece, huggingface_tensors, uses_of
+from manta.workers.weights.folder import ExpertPart, FileTensor, predicting_layers, read_headers, tensors_of
+from manta.workers.weights.mapping import ROUTER_BIAS, HuggingFaceTensor, Piece, huggingface_tensors, uses_of
 
 BLOCK_BYTES = 64 * 2**20
 """The most that is read of a tensor at a time, unless a row is larger."""
@@ -31,8 +32,13 @@ class Weights:
     def __init__(self, spec: JobSpec, moved: Callable[[], object] = lambda: None):
         """`moved` is called whenever some of the weights have been read. Raises WeightsError if they are not what the
         model needs."""
-        self._at = tensors_of(spec)
+        folder = Path(spec.model.from_ or "")
+        headers = read_headers(folder)
+        self._at = tensors_of(spec, headers)
         self._moved = moved
+        left_out = ", ".join(each.rstrip(".") for each in predicting_layers(spec.model, headers))
+        self.notice = f"{folder}: {left_out}, for predicting several tokens, is left out" if left_out else ""
+        """What is in the folder but not in the model, in a sentence; empty if nothing is."""
         self._parts = uses_of(huggingface_tensors(spec))
         self._seed = spec.train.seed
 
@@ -44,25 +50,41 @@ class Weights:
             return
         rows, columns = entry.shard.rows_and_columns(tuple(local.shape))
         local[max(0, rows[1] - rows[0]) :].zero_()  # rows of a padded vocabulary
-        for tensor, piece in self._parts[entry.name]:
-            self._read(tensor, piece, rows, columns, local.view(local.shape[0], -1))
+        self._fill(entry.name, rows, columns, local.view(local.shape[0], -1))
+
+    def fill_router_bias(self, local: torch.Tensor) -> None:
+        """Put what is added to the scores of experts for their choice into `local`, fp32 [layers with experts, E].
+        Raises WeightsError."""
+        if ROUTER_BIAS in self._parts:
+            values = torch.empty(local.numel(), 1)
+            self._fill(ROUTER_BIAS, (0, len(values)), (0, 1), values)
+            local.copy_(values.view_as(local))
+
+    def _fill(self, name: str, rows: tuple[int, int], columns: tuple[int, int], local: torch.Tensor) -> None:
+        pieces: dict[HuggingFaceTensor, list[Piece]] = {}
+        for tensor, piece in self._parts[name]:
+            pieces.setdefault(tensor, []).append(piece)
+        for tensor, some in pieces.items():
+            self._read(tensor, some, rows, columns, local)
 
     def _read(
         self,
         tensor: HuggingFaceTensor,
-        piece: Piece,
+        pieces: Sequence[Piece],
         rows: tuple[int, int],
         columns: tuple[int, int],
         local: torch.Tensor,
     ) -> None:
-        """The piece's part of our [rows, columns), which are `local`."""
+        """The pieces' part of our [rows, columns), which are `local`; read in the order of their rows, of which some
+        pieces have every n-th."""
         here = self._at[tensor.name]
+        in_order = sorted((run for piece in pieces for run in piece.runs(*rows)), key=lambda run: run[1])
         try:
             with safe_open(here.file, framework="pt") as file:
                 stored = file.get_slice(here.name)
-                for runs in _blocks(piece.runs(*rows), _rows_in_a_block(tensor)):
+                for runs in _blocks(in_order, _rows_in_a_block(tensor)):
                     first, end = runs[0][1], runs[-1][1] + runs[-1][2]
-                    block = _cut(stored, tensor, (first, end), columns)
+                    block = _cut(stored, tensor, (first, end), columns, here.of_expert)
                     for row, theirs, count in runs:
                         at = row - rows[0]
                         local[at : at + count, : block.shape[1]].copy_(block[theirs - first : theirs - first + count])
@@ -95,7 +117,7 @@ def _rows_in_a_block(tensor: HuggingFaceTensor) -> int:
     return max(1, BLOCK_BYTES // (4 * columns))
 
 
-def _blocks(runs: Iterator[tuple[int, int, int]], max_rows: int) -> Iterator[list[tuple[int, int, int]]]:
+def _blocks(runs: Iterable[tuple[int, int, int]], max_rows: int) -> Iterator[list[tuple[int, int, int]]]:
     """The runs, cut if they are longer than `max_rows` rows, in groups that are consecutive in their tensor and have
     about `max_rows` rows."""
     group: list[tuple[int, int, int]] = []
@@ -110,12 +132,22 @@ def _blocks(runs: Iterator[tuple[int, int, int]], max_rows: int) -> Iterator[lis
         yield group
 
 
-def _cut(stored: object, tensor: HuggingFaceTensor, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
-    """Rows and columns, in our order, of a slice of their tensor: [rows, columns]."""
+def _cut(
+    stored: object,
+    tensor: HuggingFaceTensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+    part: ExpertPart | None,
+) -> torch.Tensor:
+    """Rows and columns, in our order, of a slice of their tensor, or of one expert's `part` of it: [rows, columns]."""
     a, b, c, d = *rows, *columns
+    if part is not None:
+        a, b = a + part.first_row, b + part.first_row
+        if part.transposed:
+            return stored[part.expert, c:d, a:b].t()  # type: ignore[index]
+        return stored[part.expert, a:b, c:d]  # type: ignore[index]
     if len(tensor.shape) == 1:
-        part = stored[a:b]  # type: ignore[index]
-        return part.view(-1, 1)
+        return stored[a:b].view(-1, 1)  # type: ignore[index]
     if tensor.transposed:
         return stored[c:d, a:b].t()  # type: ignore[index]
     return stored[a:b, c:d]  # type: ignore[index]

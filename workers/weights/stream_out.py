@@ -21,7 +21,7 @@ from manta.workers.errors import CheckpointError, WeightsError
 from manta.workers.storage.locations import Location
 from manta.workers.weights.adapters import Merger, add
 from manta.workers.weights.folder import NewFiles
-from manta.workers.weights.mapping import HuggingFaceTensor, Piece, uses_of
+from manta.workers.weights.mapping import ROUTER_BIAS, HuggingFaceTensor, Piece, uses_of
 
 BAND_BYTES = 2 * 2**20
 """Bytes of a tensor's rows, as in the checkpoint, that are cast and written at a time, unless a row is larger."""
@@ -71,6 +71,7 @@ def write_tensors(
     `processors`: how many there are. Raises CheckpointError, WeightsError, OSError.
     """
     uses = uses_of(tensors)
+    _write_router_bias(source, uses.pop(ROUTER_BIAS, []), files)
     for name, parts in uses.items():
         _check(source, name, parts)
     stored = {name: source.stored(name) for name in uses}
@@ -95,6 +96,15 @@ def write_tensors(
         except BaseException:
             stop.set()  # also if the wait is interrupted
             raise
+
+
+def _write_router_bias(source: Source, parts: list[tuple[HuggingFaceTensor, Piece]], files: NewFiles) -> None:
+    """What is made of the numbers that the manifest has for the choice of experts. Raises CheckpointError."""
+    stored = numpy.array(source.manifest.small.get(ROUTER_BIAS, []), numpy.float32)
+    if len(stored) != sum(piece.length for _, piece in parts) and parts:
+        raise CheckpointError(f"the checkpoint at {source.location} has no {ROUTER_BIAS} of this model's experts")
+    for tensor, piece in parts:
+        files.write(tensor.name, 0, stored[piece.first : piece.first + piece.length].data)
 
 
 def threads_for(tensors: Iterable[StoredTensor], processors: int) -> int:

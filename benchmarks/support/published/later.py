@@ -41,6 +41,9 @@ MEGATRON_CORE = replace(
     shards_optimizer=True,
 )
 """Since 2023: messages, sums of gradients and gathering of parameters overlap the passes."""
+MEGATRON_MOE = replace(MEGATRON_CORE, groups_experts=True, sends_rows_again=False, imbalance=1.0)
+"""With experts, of balanced tokens: tables say that they forced that, and the others do not say how far from it they
+were."""
 NANOTRON = replace(MANTA, name="nanotron", overlaps_tensor=0.0, blocks_on_messages=True, fused=True)
 DEEPSPEED_2022 = replace(MEGATRON_DEEPSPEED_2021, name="megatron-deepspeed-2022", shards_optimizer=True)
 DEEPSPEED_2022_FP16 = replace(DEEPSPEED_2022, gradient_bytes=2, accumulation_bytes=8.0)
@@ -51,6 +54,9 @@ FUSED_ZERO_1 = replace(NANOTRON, name="torch-zero-1", gradient_bytes=2, accumula
 """Engines with ZeRO 1, fused kernels and sums of gradients in 16 bits that overlap with backward."""
 MEGATRON_2021_OVERLAPPING = replace(MEGATRON_2021, overlaps_gradients=True)
 """With torch's DistributedDataParallel, as one of its scripts asks for without a pipeline."""
+
+
+_WHOLE_EXPERTS = "experts that are not split over tensor ranks are taken for split ones on fewer expert ranks"
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,29 @@ TABLES = {
         "hardware TFLOP/s",
         DEEPSPEED_2022_FP16,
     ),
+    "megatron_moe": Table(
+        "NVIDIA/Megatron-LM, issue 756 (sequence length: that of its rates), megatron/core/transformer/moe/README.md "
+        "of MCore 0.8 and 0.9; yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3/readme.md, without FSDP; "
+        f"{_WHOLE_EXPERTS}",
+        "model TFLOP/s",
+        MEGATRON_MOE,
+        overlaps_forward=True,
+    ),
+    "nemo_moe": Table(
+        "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (25.11) and performance-summary-archive.md (26.02, "
+        "and 25.09 of DeepSeek V3): rows of H100 and B200 whose layers are known here and that drop no tokens; "
+        "NVIDIA-NeMo/Automodel, docs/performance-summary.md of October 2025, whose FSDP is taken for ZeRO 1; "
+        f"{_WHOLE_EXPERTS}",
+        "tokens/s",
+        MEGATRON_MOE,
+        overlaps_forward=True,
+    ),
+    "deepseek_v3": Table(
+        "arXiv:2412.19437, section 1: 180,000 hours of H800 for 10^12 tokens; layout: section 3.2. DualPipe is taken "
+        "for zb-v, and the batch as that of most of its training",
+        "tokens/s",
+        MEGATRON_MOE,
+    ),
 }
 """By the name of the file. Rates are of one GPU."""
 
@@ -152,6 +181,18 @@ def _llama(layers: int, hidden: int, heads: int, kv: int, inner: int, vocabulary
     return _gpt(layers, hidden, heads, vocabulary, family="llama", kv_heads=kv, ffn_hidden_size=inner)
 
 
+def _experts(count: int, per_token: int, inner: int, **more: Any) -> dict[str, Any]:
+    return {"experts": count, "per_token": per_token, "ffn_hidden_size": inner, **more}
+
+
+def _deepseek(heads: int, vocabulary: int, moe: dict[str, Any]) -> dict[str, Any]:
+    latent = {"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128}
+    more = {"family": "deepseek", "ffn_hidden_size": 18432, "moe": moe, "latent_attention": latent}
+    return _gpt(61, 7168, heads, vocabulary, **more)
+
+
+_DEEPSEEK = {"shared": 1, "score": "sigmoid"}
+_QWEN = {"family": "qwen", "head_dim": 128}
 _DROPOUT: dict[str, Any] = {"dropout": 0.1}
 _SHAPES_2021 = {
     "1.7b": (24, 2304, 24),
@@ -219,6 +260,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "nemotron-8b": _gpt(32, 4096, 32, 256000, tie_embeddings=False, bias=False),
     "nemotron-22b": _gpt(40, 6144, 48, 256000, tie_embeddings=False, bias=False),
     "nemotron-15b": _gpt(32, 6144, 48, 256000, kv_heads=8, tie_embeddings=False, bias=False),
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000) | {"moe": _experts(8, 2, 14336)},
+    "qwen3-30b-a3b": _llama(48, 2048, 32, 4, 6144, 151936) | _QWEN | {"moe": _experts(128, 8, 768)},
+    "qwen3-235b-a22b": _llama(94, 4096, 64, 4, 12288, 151936) | _QWEN | {"moe": _experts(128, 8, 1536)},
+    "deepseek-v3": _deepseek(128, 129280, _experts(256, 8, 2048, first_dense=3, **_DEEPSEEK)),
+    "kimi-k2": _deepseek(64, 163840, _experts(384, 8, 2048, first_dense=1, **_DEEPSEEK)),
     "nemotron-340b": _gpt(96, 18432, 96, 256000, kv_heads=8, tie_embeddings=False, bias=False),
 }
 """What the tables, or the scripts and configurations next to them, say of the models."""
@@ -238,6 +284,9 @@ def machine(name: str) -> Machine:
         return replace(machine_of("a100-40gb"), adapters=4)
     if name == "a100-80gb-opa":  # Jean Zay: four adapters of 100 Gb/s a node
         return replace(machine_of("a100-80gb"), adapters=4, adapter_bandwidth=12.5e9, numa_nodes=0)
+    if name == "h800-80gb":  # half of the H100's NVLink
+        h100 = machine_of("h100-80gb")
+        return replace(h100, accelerator=replace(h100.accelerator, name=name, link_bandwidth=200e9))
     if name == "h100-96gb-500w":  # Grand Teton with HBM2e
         h100 = machine_of("h100-80gb")
         device = replace(h100.accelerator, name=name, memory_bytes=95 * GIB, memory_bandwidth=2.4e12)
@@ -262,6 +311,7 @@ def rows(name: str) -> Iterator[Row]:
 def case_of(line: dict[str, str]) -> str:
     """A line in words."""
     axes = "x".join(line[axis] for axis in ("tensor", "pipeline", "data"))
+    axes += "".join(f" {name} {line[name]}" for name in ("context", "expert") if line.get(name, "1") != "1")
     chunks = f" {line['schedule']} {line['chunks']}".rstrip() if line["schedule"] not in ("", "1f1b") else ""
     more = "" if line["recompute"] in ("", "none") else f", {line['recompute']} recomputation"
     more += ", sequence parallel" if line.get("sequence_parallel") == "1" else ""
@@ -291,11 +341,10 @@ def predicted(table: Table, line: dict[str, str]) -> tuple[JobSpec, float]:
     pieces = (1, 2, 4) if table.overlaps_forward and line["tensor"] != "1" else (1,)
     for choice, chunks in product(_choices(line), pieces):
         spec = _spec(choice, engine, chunks)
-        if not line["recompute"] and not fits(spec, cluster).fits:
-            continue
+        too_large = not line["recompute"] and not fits(spec, cluster).fits
         seconds = sharded_seconds(spec, cluster, engine) if table.sharded else _seconds(spec, cluster, engine)
-        estimates.append((seconds, spec))
-    seconds, spec = min(estimates, key=lambda each: each[0])
+        estimates.append((too_large, seconds, spec))
+    _, seconds, spec = min(estimates, key=lambda each: each[:2])
     return spec, seconds
 
 
@@ -322,7 +371,7 @@ def _choices(line: dict[str, str]) -> Iterator[dict[str, str]]:
         [line["recompute"]] if line["recompute"] else ["none", "selective", "full"],
     ):
         whole = share // int(micro_batch) % pipeline == 0
-        if virtual != "1" and not whole:
+        if virtual != "1" and line["schedule"] in ("", "interleaved") and not whole:
             continue
         schedule = line["schedule"] or ("1f1b" if virtual == "1" else "interleaved")
         if schedule == "interleaved" and virtual == "1":
@@ -331,12 +380,19 @@ def _choices(line: dict[str, str]) -> Iterator[dict[str, str]]:
         yield line | filled
 
 
+_RECOMPUTED: dict[str, dict[str, Any]] = {
+    "half": {"recompute": "full", "recompute_every": 2},
+    "norm and activation": {"recompute": "selective", "recompute_modules": ["norm", "mlp_activation"]},
+}
+
+
 def _spec(line: dict[str, str], engine: Software, forward_chunks: int) -> JobSpec:
     precision, _, compiled = line["precision"].partition("+")
     layout: dict[str, Any] = {axis: int(line[axis]) for axis in ("tensor", "pipeline", "data")}
     layout |= {"schedule": line["schedule"], "virtual_stages": int(line["chunks"])}
-    half = line["recompute"] == "half"
-    layout |= {"recompute": "full", "recompute_every": 2} if half else {"recompute": line["recompute"]}
+    layout |= {axis: int(line[axis]) for axis in ("context", "expert") if line.get(axis, "1") != "1"}
+    layout |= {"expert_dispatch": "all_to_all"} if "expert" in layout else {}
+    layout |= _RECOMPUTED.get(line["recompute"], {"recompute": line["recompute"]})
     layout |= {"zero": int(engine.shards_optimizer), "stage_layers": _stage_layers(line)}
     if engine.name.startswith(("megatron-2021", "megatron-deepspeed")):
         layout["sequence_parallel"] = False

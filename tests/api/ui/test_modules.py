@@ -579,6 +579,14 @@ def test_trace_lanes_nest_slices_and_mark_the_critical_path(run):
     assert reach == [0.5, 9]
 
 
+def test_map_of_experts_says_which_layer_is_least_even_and_marks_the_busiest(call):
+    shown = {"step": 5, "layers": [1, 3], "tokens": [[10, 10], [5, 15]], "load": [1.0, 1.5]}
+    said = call("parts/expert_map.js", "saidOf", shown)
+    assert said == "Step 5: the busiest expert gets 1.50 times the mean of its layer, in layer 3."
+    shades = [call("parts/expert_map.js", "shadeOf", ratio) for ratio in (0, 1, 1.5)]
+    assert len({each["shade"] for each in shades}) == 3 and shades[0]["alpha"] == 1
+
+
 def test_moments_layouts_and_events_are_short(call):
     assert call("core/format.js", "utc", "2026-01-02T03:04:05.678Z") == "2026-01-02 03:04:05 UTC"
     sizes = {"tensor": 8, "pipeline": 4, "data": 2, "context": 1}

@@ -32,6 +32,7 @@ COUNTED_APART = {"mm", "addmm", "addmm_", "_scaled_dot_product_flash_attention_f
 COUNTED_APART |= {"_scaled_dot_product_flash_attention_for_cpu_backward", "_fused_adamw_", "_foreach_mul_"}
 COUNTED_APART |= {"linalg_vector_norm", "cat"}
 """Products, attention, gradient reductions, the update."""
+LATENT = {"q_rank": 96, "kv_rank": 64, "rope_size": 32, "nope_size": 64, "value_size": 64}
 LAYERS, HIDDEN, TOKENS, MICRO_BATCHES = (1, 2), 256, 256, 8
 
 
@@ -66,8 +67,9 @@ def engine_bytes(family: str, layers: int, kv_heads: int | None) -> Counter[str]
 
 
 def document(family: str, layers: int, kv_heads: int | None, compiled: bool = False) -> dict[str, Any]:
+    more = {"latent_attention": LATENT} if family == "deepseek" else {}
     fields = document_of(
-        (layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512), "bf16", family=family, kv_heads=kv_heads
+        (layers, HIDDEN, 4, 128, TOKENS // 128, MICRO_BATCHES, 512), "bf16", family=family, kv_heads=kv_heads, **more
     )
     fields["train"]["compile"] = compiled
     return fields
@@ -85,6 +87,7 @@ def passes(spec: JobSpec, gpu: Gpu = GPU) -> LayerTime:
         pytest.param("llama", None, marks=pytest.mark.soak),
         ("llama", 2),
         pytest.param("qwen", 2, marks=pytest.mark.soak),
+        ("deepseek", None),
     ],
 )
 def test_planned_bytes_of_a_layer_match_the_engines_operations(monkeypatch, family, kv_heads):

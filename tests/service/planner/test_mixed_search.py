@@ -109,7 +109,7 @@ def test_end_of_a_step_over_mixed_nodes_takes_as_long_as_its_slowest_kind():
     spec = placed(OVER_BOTH, tensor=1, data=2, stage_layers=(2, 6, 1, 3), gather="after_step")
     model, most = step_model(spec, MIXED), rank_parameters(spec)
     kinds = [(0, MIXED, max(most[:2])), (3, MIXED.others[0], max(most[2:]))]
-    alone = [StepModel(placed(spec, pipeline=2, stage_layers=None), replace(part, others=()), MANTA, None, count)
+    alone = [StepModel(placed(spec, pipeline=2, stage_layers=None), replace(part, others=()), MANTA, None, (count, 0))
              for _, part, count in kinds]  # fmt: skip
     for (index, _, count), own in zip(kinds, alone, strict=True):
         assert model.part_of(index).parameters == count and model.part_of(index).groups == own.groups

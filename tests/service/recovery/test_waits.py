@@ -146,7 +146,7 @@ def recorded(gang):
     return records
 
 
-AXES_MADE = {"world": 0, "tensor": 1, "data": 2, "context": 5, "holders": 6}
+AXES_MADE = {"world": 0, "tensor": 1, "data": 2, "context": 5, "holders": 6, "expert": 7, "expert_holders": 8}
 
 
 @settings(max_examples=60, deadline=None)

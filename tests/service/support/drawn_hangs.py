@@ -10,13 +10,17 @@ from manta.workers.config import ParallelConfig
 from manta.workers.liveness.progress import Progress
 from tests.workers.support.pretended_devices import Gang, Network, no_thread
 
-LAYOUTS = [(2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 2), (2, 1, 1, 2)]
+LAYOUTS = [
+    *((2, 2, 2), (1, 1, 4), (4, 1, 1), (1, 4, 2), (2, 1, 2), (1, 1, 2), (1, 2, 1), (1, 2, 2, 2), (2, 1, 1, 2)),
+    *((1, 1, 4, 1, 2), (2, 1, 2, 2, 4), (1, 2, 2, 1, 2)),
+]
+"""Tensor-, pipeline- and data-parallel sizes, and context and expert sizes other than 1."""
 NUMBER = torch.zeros(8)
 
 
 def grid_of(layout):
-    tensor, pipeline, data, *context = layout
-    return RankGrid(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=sum(context) or 1))
+    tensor, pipeline, data, context, expert = (*layout, 1, 1)[:5]
+    return RankGrid(ParallelConfig(tensor=tensor, pipeline=pipeline, data=data, context=context, expert=expert))
 
 
 def program(seed, grid):

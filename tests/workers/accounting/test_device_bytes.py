@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 from engine_specs import spec
-from fake_rank import CPU, FakeRank, host_memory_apart, pretended_gpu, tracker_of_bytes
+from fake_rank import (
+    CPU,
+    BalancedNumbers,
+    FakeRank,
+    balanced_experts,
+    host_memory_apart,
+    pretended_gpu,
+    tracker_of_bytes,
+)
 from one_layer import OneLayer
 from rank_programs import micro_batches
 
@@ -15,6 +23,7 @@ from manta.workers.accounting import state_costs, step_peak
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
 from manta.workers.accounting.device_bytes import arriving_bytes, bytes_of_stage, device_bytes, halves_bytes
 from manta.workers.accounting.layer_passes import LayerPasses
+from manta.workers.accounting.routed_bytes import bytes_for, counted_rows, worst_bytes
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.comm.comm import Comm
@@ -29,6 +38,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": {"family": "gpt"},
     "llama": {"family": "llama", "kv_heads": 4, "ffn_hidden_size": 5504},
     "qwen": {"family": "qwen", "kv_heads": 4, "head_dim": 128, "ffn_hidden_size": 6144},
+    "latent": {
+        "family": "deepseek",
+        "latent_attention": (
+            LATENT := {
+                "q_rank": 768,
+                "kv_rank": 512,
+                "rope_size": 64,
+                "nope_size": 128,
+                "value_size": 128,
+            }
+        ),
+    },
+    "latent, wide values": {"family": "deepseek", "latent_attention": LATENT | {"q_rank": None, "value_size": 256}},
+    "experts": {
+        "family": "llama",
+        "kv_heads": 4,
+        "moe": (EXPERTS := {"experts": 8, "per_token": 2, "ffn_hidden_size": 1408}),
+    },
+    "experts, shared": {
+        "family": "qwen",
+        "kv_heads": 4,
+        "ffn_hidden_size": 5504,
+        "moe": EXPERTS | {"first_dense": 1, "shared": 2, "shared_gate": True, "score": "sigmoid"},
+    },
 }
 LAYOUT = {"tensor": 2, "pipeline": 2, "data": 2}
 SHARDED = {"tensor": 2, "pipeline": 1, "data": 2}
@@ -128,6 +161,31 @@ JOBS = {
     "adapters, zero 3, all to all, tensor": job(
         "qwen", 2, LONG | {"zero": 3, "context_method": "all_to_all", "tensor": 2, "data": 1}, lora={}
     ),
+    "latent": job("latent"),
+    "latent, one rank": job("latent", **ALONE),
+    "latent, wide values, one rank": job("latent, wide values", **ALONE),
+    "latent, wide values, zb-h1": job("latent, wide values", parallel={"schedule": "zb-h1"}),
+    "latent, zb-h1, selective": job(
+        "latent", parallel={"schedule": "zb-h1", "recompute": "selective", "recompute_modules": ALL_MODULES}
+    ),
+    "latent, full": job("latent", parallel={"recompute": "full", "sequence_parallel": False}),
+    "latent, 8 bits": job("latent", fp8="rowwise"),
+    "latent, ring": job("latent", parallel=LONG | {"context_method": "ring"}),
+    "latent, all to all": job("latent", parallel=LONG | {"context_method": "all_to_all"}),
+    "latent, gather, fp32": job("latent, wide values", parallel=LONG, precision="fp32"),
+    "latent, adapters": job("latent", parallel=SHARDED | {"zero": 3}, lora={}),
+    "experts": job("experts"),
+    "experts, zb-h1": job("experts, shared", parallel={"schedule": "zb-h1"}),
+    "experts, full, one rank": job("experts, shared", **ALONE | {"micro_batches": 2}),
+    "experts, selective, fp32": job(
+        "experts, shared", 2, SHARDED | {"recompute": "selective", "recompute_modules": ALL_MODULES}, precision="fp32"
+    ),
+    "experts, zero 3": job("experts", parallel=SHARDED | {"zero": 3}, micro_batches=2),
+    "experts, 8 bits": job("experts", fp8="tensorwise"),
+    "experts, offload": job("experts", parallel={"offload_layers": 3}),
+    "experts, adapters": job("experts", lora={"targets": ["q", "v"]}),
+    "experts, frozen": job("experts, shared", frozen=["embedding", "layers.0-3"]),
+    "experts, gather": job("experts", parallel=LONG, micro_batches=2),
     "adapters, zero 3, context 4, elastic": job(
         "llama", 4, LONG | {"zero": 3, "context": 4}, deterministic="elastic", lora={"rank": 64}
     ),
@@ -137,7 +195,7 @@ JOBS = {
 def assert_as_accounted(job_spec: JobSpec, stage: int) -> None:
     """What rests is told to 0.1%, the peak to 3%."""
     accounted = device_bytes(job_spec)[stage]
-    with pretended_gpu(), host_memory_apart():
+    with pretended_gpu(), host_memory_apart(), balanced_experts(job_spec):
         rank = FakeRank(job_spec, stage * job_spec.layout.tensor)
         resting = rank.tracker.get_tracker_snapshot("current")[CPU]["Total"]
         peak = rank.step()["Total"]
@@ -226,6 +284,7 @@ def test_chunked_forward_holds_two_chunks_at_once(family):
         ("zero 2, full", 0),
         ("zero 3, frozen", 0),
         ("adapters, zb-h1", 0),
+        ("experts, zb-h1", 0),
         ("adapters, zero 3, ring, full", 0),
     ],
 )
@@ -234,6 +293,43 @@ def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
     train = JOBS[name].train
     fewer = train.model_copy(update={"global_batch_size": train.global_batch_size // 2})
     assert_as_accounted(JOBS[name].model_copy(update={"train": fewer}), stage)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "recompute", "tensor"),
+    [
+        ("all_gather", "full", 1),
+        pytest.param("all_gather", "none", 2, marks=pytest.mark.soak),
+        pytest.param("all_to_all", "full", 1, marks=pytest.mark.soak),
+        pytest.param("all_to_all", "none", 2, marks=pytest.mark.soak),
+    ],
+)
+def test_peak_memory_for_counted_tokens_of_spread_experts_matches_the_accounting(dispatch, recompute, tensor):
+    """Of two ranks one has experts that get three quarters of all choices; plans expect less, and the worst is more."""
+    layout = SHARDED | {"expert": 2, "expert_dispatch": dispatch, "recompute": recompute, "tensor": tensor}
+    spread = job("experts", 8, layout, vocabulary=512, micro_batch_size=(size := 4))
+    choices = 2 * size * 2048 * 2
+    shares = [3, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
+    tokens = [[int(choices * share) // 8 for share in shares]] * 8
+    numbers = BalancedNumbers(spread)
+    rows = counted_rows(spread, tokens)
+    if dispatch == "all_gather":
+        numbers.know({5: [*tokens[0][:4], choices - sum(tokens[0][:4])]})
+    else:  # every token goes to both ranks
+        rows = [each._replace(came=2 * size * 2048) for each in rows]
+        one = [*(count // 2 for count in tokens[0]), size * 2048, size * 2048]
+        numbers.know({20: one * 2})
+    told = bytes_for(spread, rows)
+    with pretended_gpu(), numbers.instead():
+        peak = FakeRank(spread, 0).step()["Total"]
+    assert told == pytest.approx(peak, rel=0.03)
+    assert device_bytes(spread)[0].total < told < worst_bytes(spread)
+
+
+def test_worst_memory_is_that_of_the_plan_where_experts_are_not_spread():
+    assert worst_bytes(job("experts")) is None
+    even = counted_rows(job("experts"), [[1] * 8] * 8)
+    assert {(each.all, each.came) for each in even} == {(2 * 2048, 0)}
 
 
 @pytest.mark.soak

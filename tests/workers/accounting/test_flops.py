@@ -15,6 +15,7 @@ from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
 from manta.workers.accounting.flops import (
+    active_parameter_count,
     core_attention_forward,
     forward_flops,
     frozen_parameters_of_rank,
@@ -22,6 +23,7 @@ from manta.workers.accounting.flops import (
     rank_parameters,
     recomputed_layer_passes,
     step_flops,
+    trained_experts_of_rank,
     trained_parameter_count,
     trained_parameters,
     waiting_gradient_buffers,
@@ -86,11 +88,18 @@ def layouts() -> list[dict]:
     ]
 
 
-def uneven(groups: int | None = None, tied: bool = True, bias: bool = True, family: str = "gpt", **parallel) -> JobSpec:
+def uneven(
+    groups: int | None = None,
+    tied: bool = True,
+    bias: bool = True,
+    family: str = "gpt",
+    moe: dict | None = None,
+    **parallel,
+) -> JobSpec:
     """Seven layers and a vocabulary that no layout divides, written-out attention; a batch of 6, two at a time."""
     model = {"layers": 7, "vocabulary_size": 301, "tie_embeddings": tied, "kv_heads": groups, "bias": bias}
     if family != "gpt":
-        model |= {"family": family, "head_dim": 12, "ffn_hidden_size": 40, "sliding_window": 5}
+        model |= {"family": family, "head_dim": 12, "ffn_hidden_size": 40, "sliding_window": 5, "moe": moe}
     train = {"global_batch_size": 6, "micro_batch_size": 2, "attention": "explicit"}
     return spec(model=model, train=train, parallel=parallel)
 
@@ -208,6 +217,65 @@ def test_hardware_flops_and_parameters_of_adapters_match_the_engine(lora, policy
         sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
         assert rank_parameters(job_spec)[stage] == sum(size for size, _ in sizes)
         assert trained_parameters(job_spec)[stage] == sum(size for size, trained in sizes if trained)
+
+
+EXPERTS = {"experts": 4, "per_token": 3, "ffn_hidden_size": 20, "shared": 1, "first_dense": 2, "every": 2}
+
+
+@pytest.mark.parametrize("layout", layouts()[:6], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "frozen"), [(POLICIES[0], ()), (POLICIES[5], ("embedding", "layers.0-1", "*.experts.*.up"))], ids=str
+)
+def test_hardware_flops_and_parameters_of_experts_match_the_engine(layout, policy, frozen):
+    """Of layers with experts between others: all tokens' experts, and the router on each tensor rank."""
+    whole = uneven(2, False, False, "qwen", EXPERTS, **policy, **layout)
+    job_spec = whole.model_copy(update={"train": whole.train.model_copy(update={"frozen": frozen})})
+    assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
+    for stage in range(job_spec.layout.pipeline):
+        model = ModelStage(job_spec, lone_rank(job_spec, stage * job_spec.layout.tensor))
+        sizes = [(each.numel(), each.requires_grad) for each in model.parameters()]
+        assert trained_parameters(job_spec)[stage] == sum(size for size, trained in sizes if trained)
+        experts = sum(each.numel() for name, each in model.named_parameters() if ".experts." in name)
+        assert frozen or trained_experts_of_rank(job_spec, stage) == experts
+
+
+def model_with_experts(family: str, sizes: tuple[int, ...], experts: tuple[int, ...], **more: Any) -> JobSpec:
+    """Layers, hidden, heads, key-value heads, inner width, vocabulary; experts, those of a token, their inner width."""
+    names = "layers", "hidden_size", "heads", "kv_heads", "ffn_hidden_size", "vocabulary_size"
+    moe = dict(zip(("experts", "per_token", "ffn_hidden_size"), experts, strict=True)) | more.pop("moe", {})
+    shape = {name: size for name, size in zip(names, sizes, strict=True) if size}
+    return spec(model={"family": family, "sequence_length": 4096, **shape, "moe": moe, **more})
+
+
+LATENT = {"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128}
+SHAPES_WITH_EXPERTS = {
+    "Mixtral 8x7B": model_with_experts("llama", (32, 4096, 32, 8, 14336, 32000), (8, 2, 14336)),
+    "Qwen3 30B A3B": model_with_experts("qwen", (48, 2048, 32, 4, 6144, 151936), (128, 8, 768), head_dim=128),
+    "Qwen3 235B A22B": model_with_experts("qwen", (94, 4096, 64, 4, 12288, 151936), (128, 8, 1536), head_dim=128),
+    "DeepSeek V3": model_with_experts(
+        *("deepseek", (61, 7168, 128, 0, 18432, 129280), (256, 8, 2048)),
+        latent_attention=LATENT,
+        moe={"first_dense": 3, "shared": 1, "score": "sigmoid"},
+    ),
+}
+PUBLISHED = {
+    "Mixtral 8x7B": (46.703, 12.880),
+    "Qwen3 30B A3B": (30.532, 3.353),
+    "Qwen3 235B A22B": (235.094, 22.191),
+    "DeepSeek V3": (671.026, 37.552),
+}
+"""Billions of parameters, all and those of a token, both tables counted; published are 46.7 and 12.9, 30.5 and 3.3, 235
+and 22, 671 and 37."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_with_experts_have_the_published_numbers_of_parameters(name):
+    counts = parameter_count(SHAPES_WITH_EXPERTS[name]), active_parameter_count(SHAPES_WITH_EXPERTS[name])
+    assert tuple(round(count / 1e9, 3) for count in counts) == PUBLISHED[name]
+
+
+def test_active_parameters_of_a_model_without_experts_are_all():
+    assert active_parameter_count(spec()) == parameter_count(spec())
 
 
 def test_adapters_of_llama_3_1_8b_have_the_published_number_of_parameters():

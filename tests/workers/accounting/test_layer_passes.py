@@ -15,7 +15,14 @@ from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.config import JobSpec, LoraConfig
 from manta.workers.parallel import recompute as recomputation
 
-FAMILIES = ({"family": "gpt"}, {"family": "llama", "kv_heads": 2}, {"family": "qwen", "kv_heads": 2, "head_dim": 16})
+LATENT = {"kv_rank": 24, "rope_size": 8, "nope_size": 12, "value_size": 16}
+FAMILIES: tuple[dict[str, Any], ...] = (
+    {"family": "gpt"},
+    {"family": "llama", "kv_heads": 2},
+    {"family": "qwen", "kv_heads": 2, "head_dim": 16},
+    {"family": "deepseek", "latent_attention": LATENT},
+    {"family": "deepseek", "latent_attention": LATENT | {"q_rank": 28, "value_size": 24}},
+)
 MODULES = ((), ("norm", "mlp_activation", "core_attention"))
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
@@ -40,6 +47,17 @@ def jobs() -> list[JobSpec]:
     some += [
         job.model_copy(update={"train": job.train.model_copy(update={"lora": LoraConfig(rank=4, dropout=dropout)})})
         for job, dropout in zip(some, cycle((0.0, 0.3)), strict=False)
+    ]
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 32, "shared": 1, "shared_gate": True}
+    some += [
+        spec(
+            model=shape | {"family": "llama", "moe": moe | {"shared": shared, "shared_gate": shared > 0}},
+            train={"precision": "bf16", "global_batch_size": 8, "micro_batch_size": 2},
+            parallel=layout | spread,
+        )
+        for layout, shared, spread in product(
+            LAYOUTS, (0, 1), ({}, {"data": 4, "expert": 2}, {"data": 4, "expert": 4, "expert_dispatch": "all_to_all"})
+        )
     ]
     apart = [job.model_copy(update={"data": job.data.model_copy(update={"documents": "apart"})}) for job in some]
     return some + apart

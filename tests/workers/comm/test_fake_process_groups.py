@@ -11,13 +11,15 @@ from unittest import mock
 
 import pytest
 from engine_specs import spec
-from fake_rank import FakeRank, pretended_gpu
+from fake_rank import BalancedNumbers, FakeRank, balanced_experts, pretended_gpu
 
-from manta.workers.accounting.device_bytes import device_bytes
+from manta.workers.accounting.device_bytes import bytes_of_stage
+from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.comm.grid import Coordinates, RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.liveness.device_trail import DeviceTrail
 from manta.workers.liveness.progress import Progress, ProgressReader, progress_path
+from manta.workers.parallel.experts.layer import ExpertMLP
 
 MEANT = {
     "workers/parallel/data/zero.py _read": "the step's numbers, once, when all of it is queued",
@@ -40,9 +42,13 @@ def roles(job: JobSpec) -> list[int]:
 
 def step_of(job: JobSpec, rank: int) -> int:
     """A step of one rank; bytes at its peak."""
-    with pretended_gpu() as syncs:
-        peak = FakeRank(job, rank).step()["Total"]
+    with pretended_gpu() as syncs, balanced_experts(job) as chosen:
+        fake = FakeRank(job, rank)
+        peak = fake.step()["Total"]
     assert set(syncs.by_function) <= set(MEANT)
+    if chosen is not None:  # once for each layer with experts and forward pass, and not for recomputation
+        layers = sum(isinstance(module, ExpertMLP) for module in fake.engine.model.modules())
+        assert chosen.read_times == layers * job.micro_batches
     return peak
 
 
@@ -82,6 +88,49 @@ LLAMA_70B: dict[str, Any] = {
     "vocabulary_size": 32000,
 }
 LONG = LLAMA_70B | {"sequence_length": 131_072}
+MIXTRAL: dict[str, Any] = {
+    "family": "llama",
+    "layers": 32,
+    "hidden_size": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "sequence_length": 4096,
+    "vocabulary_size": 32000,
+    "moe": {"experts": 8, "per_token": 2, "ffn_hidden_size": 14336},
+}
+QWEN_235B: dict[str, Any] = {
+    "family": "qwen",
+    "layers": 94,
+    "hidden_size": 4096,
+    "heads": 64,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "sequence_length": 4096,
+    "vocabulary_size": 151_936,
+    "moe": {"experts": 128, "per_token": 8, "ffn_hidden_size": 1536},
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "family": "deepseek",
+    "layers": 61,
+    "hidden_size": 7168,
+    "heads": 128,
+    "ffn_hidden_size": 18432,
+    "sequence_length": 4096,
+    "vocabulary_size": 129_280,
+    "latent_attention": {"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128},
+    "moe": {
+        "experts": 256,
+        "per_token": 8,
+        "ffn_hidden_size": 2048,
+        "first_dense": 3,
+        "shared": 1,
+        "score": "sigmoid",
+        "scale": 2.5,
+        "groups": 8,
+        "groups_per_token": 4,
+        "balance": {"weight": 1e-4, "bias_rate": 1e-3},
+    },
+}
 LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "Llama 70B on 512 ranks": (LLAMA_70B, {"tensor": 8, "pipeline": 8, "data": 8}, 16),
     "Llama 70B, ZeRO 3 on 64 ranks": (LLAMA_70B, {"data": 64, "zero": 3, "recompute": "full"}, 2),
@@ -94,6 +143,26 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     ),
     "Llama 70B, adapters, ZeRO 3 on 8 ranks": (LLAMA_70B, {"data": 8, "zero": 3, "recompute": "full"}, 2),
     "Llama 70B, adapters, ZeRO 3, 131,072 tokens": (LONG, {"tensor": 2, "context": 8, "zero": 3}, 1),
+    "Mixtral 8x7B on 64 ranks": (MIXTRAL, {"tensor": 2, "pipeline": 4, "data": 8, "expert": 8}, 8),
+    "Mixtral 8x7B on 64 ranks, gathered": (
+        MIXTRAL,
+        {"tensor": 2, "data": 32, "expert": 2, "recompute": "full", "sequence_parallel": True},
+        2,
+    ),
+    "Qwen3 235B on 256 ranks": (QWEN_235B, {"tensor": 4, "pipeline": 8, "data": 8, "expert": 8}, 8),
+    "DeepSeek V3 on 2,048 ranks": (
+        DEEPSEEK_V3,
+        {
+            "pipeline": 16,
+            "data": 128,
+            "expert": 64,
+            "schedule": "zb-v",
+            "virtual_stages": 2,
+            "recompute": "selective",
+            "recompute_modules": ["core_attention", "norm", "mlp_activation"],
+        },
+        32,
+    ),
     "GPT 530B on 2,240 ranks": (
         {
             "family": "gpt",
@@ -123,8 +192,9 @@ def large(name: str) -> JobSpec:
 def test_fake_process_groups_take_the_planned_memory_at_real_sizes(name, role):
     job = large(name)
     rank = roles(job)[role]
-    planned = device_bytes(job)[RankGrid(job.layout).coordinates(rank).pipeline].total
-    assert planned == pytest.approx(step_of(job, rank), rel=0.03)
+    passes = StepPeak(job, rows=None if job.model.moe is None else BalancedNumbers(job).rows)
+    planned = bytes_of_stage(passes, RankGrid(job.layout).coordinates(rank).pipeline, job.micro_batches)
+    assert planned.total == pytest.approx(step_of(job, rank), rel=0.03)
 
 
 @pytest.mark.parametrize("deterministic", ["layout", "elastic"])
@@ -132,6 +202,17 @@ def test_weights_that_come_and_go_make_the_host_wait_nowhere_else(deterministic)
     layout = {"tensor": 2, "data": 4, "zero": 3, "recompute": "full"}
     numbers = {"global_batch_size": 11, "micro_batch_size": 1, "precision": "fp16", "deterministic": deterministic}
     step_of(spec(model={"layers": 4}, train=numbers, parallel=layout), 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_host_waits_for_experts_once_for_each_layer_and_forward_pass(dispatch, schedule):
+    """Not where the layer is recomputed, nor in backward."""
+    moe = {"experts": 8, "per_token": 2, "ffn_hidden_size": 32, "first_dense": 1, "shared": 1}
+    layout = {"tensor": 2, "pipeline": 2, "data": 4, "expert": 4, "expert_dispatch": dispatch, "recompute": "full"}
+    layout |= {"schedule": schedule, "virtual_stages": SCHEDULES[schedule]}
+    train = {"global_batch_size": 8, "micro_batch_size": 1, "precision": "bf16"}
+    step_of(spec(model={"family": "llama", "layers": 4, "moe": moe}, train=train, parallel=layout), 3)
 
 
 class PassedAtOnce:

@@ -130,12 +130,18 @@ def test_bytes_tokenizer_needs_no_file(tmp_path):
 
 
 CPU = torch.device("cpu")
+LATENT = {"kv_rank": 10, "rope_size": 4, "nope_size": 6, "value_size": 7}
 MODELS = [
     {"family": "gpt"},
     {"family": "gpt", "kv_heads": 2},
     {"family": "llama", "kv_heads": 1},
     {"family": "qwen", "kv_heads": 2, "head_dim": 6, "tie_embeddings": True},
     {"family": "llama", "sliding_window": 3, "full_attention_every": 2},
+    {"family": "deepseek", "latent_attention": {"kv_rank": 10, "rope_size": 4, "nope_size": 6, "value_size": 7}},
+    {
+        "family": "deepseek",
+        "latent_attention": {"q_rank": 9, "kv_rank": 10, "rope_size": 2, "nope_size": 3, "value_size": 9},
+    },
 ]
 
 

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from engine_specs import spec
 
-from manta.workers.liveness.expert_load import AGAIN_SECONDS, PLANNED_RATIO, ExpertLoads, expert_load
+from manta.workers.accounting.activation_bytes import IMBALANCE
+from manta.workers.liveness.expert_load import AGAIN_SECONDS, ExpertLoads, expert_load
 from manta.workers.liveness.rank_samples import WINDOW, Stragglers
 
 EVEN, SKEWED = (10, 10, 10, 10), (25, 5, 6, 4)
@@ -41,7 +42,7 @@ def test_ranks_with_more_tokens_than_planned_are_reported_once_in_a_while():
     most = loads.unbalanced((EVEN, (18, 10, 8, 4), SKEWED))
     assert (most.layer, most.ratio, most.expert_ratio, most.ranks) == (3, 30 / 20, 25 / 10, (0, 1, 4, 5))
     assert most.sentence.startswith("in layer 3 the experts of ranks 0, 1, 4, 5 get 1.50 times as many tokens")
-    assert most.to_json()["planned_ratio"] == PLANNED_RATIO
+    assert most.to_json()["planned_ratio"] == IMBALANCE
     clock.now = AGAIN_SECONDS - 1
     assert loads.unbalanced((SKEWED, SKEWED, SKEWED)) is None
     clock.now = AGAIN_SECONDS

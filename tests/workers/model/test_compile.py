@@ -61,6 +61,7 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
             ("gpt", 2, 4, "selective", 3, None),
             ("qwen", 2, 2, "none", 1, None),
             ("llama", 2, 1, "full", 2, {"rank": 3}),
+            ("deepseek", 2, None, "none", 1, None),
         ),
         *(
             pytest.param(*each, marks=pytest.mark.soak)
@@ -75,8 +76,10 @@ def plain(comm: Comm, job: dict, steps: int) -> list[tuple[float, float]]:
 def test_compiled_layers_are_one_graph_and_give_the_same_numbers(
     ranks, family, tensor, kv_heads, recompute, chunks, lora
 ):
+    latent = {"q_rank": 12, "kv_rank": 8, "rope_size": 4, "nope_size": 6, "value_size": 8}
+    model = {"latent_attention": latent} if family == "deepseek" else {"kv_heads": kv_heads}
     job = document(
-        model={"family": family, "layers": 5, "kv_heads": kv_heads, "sliding_window": 5},
+        model={"family": family, "layers": 5, "sliding_window": 5, **model},
         train={"micro_batch_size": 4, "lora": lora},
         parallel={**axes((tensor, 1, 1)), "recompute": recompute, "forward_chunks": chunks},
     )

@@ -4,12 +4,14 @@ bf16."""
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from engine_specs import axes, document
 from plain_gpt import random_weights
+from plain_llama import plain_model
 from rank_programs import Precise, run_precise
 
 from manta.workers.spec.reading import parse_job_spec
@@ -92,6 +94,22 @@ def test_layouts_follow_one_curve(ranks, curves, kind, layouts):
         for rank in by_rank:
             assert rank.losses == by_rank[0].losses, "all ranks say the same"
             assert rank.losses == pytest.approx(curves[kind][:10], rel=2e-3), (layout, parallel)
+
+
+def test_latent_attention_in_8_bits_follows_the_curve_of_16_on_two_ranks(ranks):
+    latent = {"q_rank": 32, "kv_rank": 16, "rope_size": 16, "nope_size": 16, "value_size": 16}
+    model = {"family": "deepseek", "latent_attention": latent, "sequence_length": 32}
+    curves = {}
+    for kind, layout in itertools.product(("off", "rowwise"), ((1, 1, 1), (2, 1, 1))):
+        made = parse_job_spec(job(kind, layout, model=model))
+        weights = random_weights(made, spread=0.03, model=plain_model(made))
+        windows = [torch.cat([batch, batch[:, 1:]], 1)[:, :33] for batch in batches()[:10]]
+        ran = ranks.run(made.layout, run_precise, [job(kind, layout, model=model)], weights, windows)
+        curves[kind, layout] = ran[0][0].losses
+    expected = curves["off", (1, 1, 1)]
+    for losses in curves.values():
+        assert losses == pytest.approx(expected, rel=2e-3)
+    assert len({tuple(losses) for losses in curves.values()}) > 2, "8 bits are others"
 
 
 @pytest.mark.parametrize("kind", KINDS)

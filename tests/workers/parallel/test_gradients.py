@@ -59,7 +59,23 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "batch_divides": (True, False),
     "positions_without_target": (0, 9),
     "deterministic": ("layout", "elastic"),
-    "family": ("gpt", "llama", "qwen"),
+    "family": (
+        "gpt",
+        "llama",
+        "qwen",
+        *(
+            LATENT := {
+                "deepseek": {"kv_rank": 12, "rope_size": 4, "nope_size": 6, "value_size": 6},
+                "deepseek, short queries": {
+                    "q_rank": 8,
+                    "kv_rank": 12,
+                    "rope_size": 2,
+                    "nope_size": 4,
+                    "value_size": 9,
+                },
+            }
+        ),
+    ),
     "head_dim": (None, 6),
     # Every layer; every other one; none.
     "sliding_window": ((3, None), (5, 2), (None, None)),
@@ -243,18 +259,27 @@ def job(row: Row) -> dict[str, Any]:
     more = {"one each": 0, "one more": 1}.get(row["layers"], 2)
     ones, three = [1] * (stages - 1), max(2, stages) + more - stages + 1
     lists = {"three on the last": [*ones, three], "three on the first": [three, *ones]}
+    latent = row["family"] in LATENT
+    of_heads = (
+        {"family": "deepseek", "latent_attention": LATENT[row["family"]]}
+        if latent
+        else {name: row[name] for name in ("bias", "kv_heads", "head_dim", "family")}
+    )
+    lora = LORA[row["lora"]]
+    if latent and row["lora"] == "some":
+        lora = {**LORA["some"], "targets": ["o", "up"]}
     return document(
         model={
             "layers": max(2, stages) + more, "hidden_size": 16, "ffn_hidden_size": 40,
-            **{name: row[name] for name in ("tie_embeddings", "bias", "vocabulary_size", "kv_heads", "family")},
-            "head_dim": row["head_dim"], "moe": EXPERTS[row["experts"]],
+            **{name: row[name] for name in ("tie_embeddings", "vocabulary_size")}, **of_heads,
+            "moe": EXPERTS[row["experts"]],
             **dict(zip(("sliding_window", "full_attention_every"), row["sliding_window"], strict=True)),
         },
         data=DATA[row["documents"]],
         train={
             "steps": 1, "global_batch_size": sequences(row), "micro_batch_size": row["micro_batch_size"],
             "attention": row["attention"], "head_tokens": row["head_tokens"], "deterministic": row["deterministic"],
-            "lora": LORA[row["lora"]],
+            "lora": lora,
             "optimizer": {"beta1": 0.0, "clip_norm": 0.0},
         },
         parallel={

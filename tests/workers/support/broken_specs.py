@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+LATENT = {"kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4}
+
 
 def experts(moe: dict[str, Any] | None = None, model: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
     """Sections of a small model with experts, four unless `moe` says otherwise."""
@@ -74,7 +76,7 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("heads of a tensor group", {"model": {"heads": 3}, "parallel": {"tensor": 4}}, "model.heads",
      "heads (3) must divide hidden_size (32)", "4"),
     ("positions that are learned", {"model": {"rope": {"theta": 5e5}}}, "model.rope",
-     "gpt uses learned positions; only llama and qwen use rotary ones", "null"),
+     "gpt uses learned positions; only llama, qwen and deepseek use rotary ones", "null"),
     ("an activation that is gpt's", {"model": {"family": "llama", "activation": "gelu_tanh"}}, "model.activation",
      "llama uses SwiGLU; only gpt has a choice of activation", "gelu"),
     ("pairs that turn", {"model": {"family": "llama", "head_dim": 7}}, "model.head_dim",
@@ -96,6 +98,35 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
     ("attention of yarn for linear",
      {"model": {"family": "llama", "rope": {"scaling": {"type": "linear", "factor": 8.0, "attention_factor": 1.0}}}},
      "model.rope.scaling.attention_factor", "has no effect: only yarn uses it, and the type is linear", "null"),
+    ("a family without its attention", {"model": {"family": "deepseek"}}, "model.latent_attention",
+     "deepseek needs the shape of its attention",
+     "{q_rank: 1536, kv_rank: 512, rope_size: 64, nope_size: 128, value_size: 128}"),
+    ("attention of another family", {"model": {"family": "llama", "latent_attention": LATENT}},
+     "model.latent_attention", "only deepseek has it, not llama", "null"),
+    ("keys of grouped heads", {"model": {"family": "deepseek", "latent_attention": LATENT, "kv_heads": 2}},
+     "model.kv_heads", "latent attention makes keys and values for each of the 4 heads", "null"),
+    ("two widths of heads", {"model": {"family": "deepseek", "latent_attention": LATENT, "head_dim": 8}},
+     "model.head_dim", "with latent attention heads have nope_size + rope_size and value_size elements", "null"),
+    ("biases of a family without", {"model": {"family": "deepseek", "latent_attention": LATENT, "bias": True}},
+     "model.bias", "deepseek has no biases", "false"),
+    ("pairs of a part that turn", {"model": {"family": "deepseek", "latent_attention": LATENT | {"rope_size": 3}}},
+     "model.latent_attention.rope_size", "rotary positions need an even rope_size, but it is 3", "4"),
+    ("scores of latent attention",
+     {"model": {"family": "llama", "rope": {"scaling": {"type": "yarn", "factor": 8.0, "original_length": 2,
+      "mscale_all_dim": 1.0}}}}, "model.rope.scaling.mscale_all_dim",
+     "only deepseek, with latent attention, uses it, not llama; attention_factor scales heads", "null"),
+    ("adapters of latent attention",
+     {"model": {"family": "deepseek", "latent_attention": LATENT}, "train": {"lora": {"targets": ["q"]}}},
+     "train.lora.targets", "deepseek has no q; its targets are o, gate, up, down", "[o, gate, up, down]"),
+    ("short vectors in 8 bits",
+     {"model": {"family": "deepseek", "latent_attention": LATENT | {"rope_size": 16}, "sequence_length": 32},
+      "train": {"fp8": "rowwise", "precision": "bf16"}}, "model.latent_attention.kv_rank",
+     "with train.fp8 kv_rank (8) must be a multiple of 16", "16"),
+    ("own tokens in 8 bits",
+     {"model": {"family": "deepseek", "sequence_length": 16, "latent_attention": {"kv_rank": 16, "rope_size": 16,
+      "nope_size": 16, "value_size": 16}}, "train": {"fp8": "rowwise", "precision": "bf16"},
+      "parallel": {"tensor": 2}}, "model.sequence_length",
+     "with train.fp8 sequence_length (16) must be a multiple of 16 x parallel.tensor (32)", "32"),
     ("layers without a window", {"model": {"full_attention_every": 2}}, "model.full_attention_every",
      "has no effect without sliding_window: all layers attend to all preceding tokens", "null"),
     ("ffn", {"model": {"ffn_hidden_size": 71}, "parallel": {"tensor": 2}}, "model.ffn_hidden_size",

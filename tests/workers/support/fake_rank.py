@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.support.tensor_bytes import tracker_of_bytes
+from manta.workers.accounting.activation_bytes import ExpertRows
 from manta.workers.comm import process_groups
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
@@ -32,6 +34,7 @@ from manta.workers.config import JobSpec
 from manta.workers.data.batches import MicroBatch
 from manta.workers.engine import Engine
 from manta.workers.parallel.data import offloaded
+from manta.workers.parallel.experts import dispatch, exchange
 from manta.workers.parallel.recompute import offload
 
 CPU = torch.device("cpu")
@@ -65,6 +68,60 @@ def _function_of_engine() -> str:
             return f"{path[at:]} {frame.f_code.co_name}"
         frame = frame.f_back
     return "outside of the engine"
+
+
+class BalancedNumbers:
+    """In place of numbers that the host waits for where tokens choose experts: each expert gets equally many."""
+
+    def __init__(self, spec: JobSpec):
+        model, layout, moe = spec.model, spec.layout, spec.model.moe
+        assert moe is not None
+        self.read_times, size, experts = 0, layout.expert_size, moe.experts
+        method = layout.dispatch(moe.per_token)
+        tokens = model.sequence_length // layout.context * spec.train.micro_batch_size
+        each, none_left = divmod(tokens * moe.per_token, experts)
+        to_each_rank, whole = divmod(tokens * min(moe.per_token, size), size)
+        assert none_left == whole == 0, "sizes that do not divide"
+        gathered = [size * each] * (experts // size)
+        self._known = {
+            experts: [each] * experts,
+            len(gathered) + 1: [*gathered, size * tokens * moe.per_token - sum(gathered)],
+            size * (experts + size): [*[each] * experts, *[to_each_rank] * size] * size,
+        }
+        """By length: choices of each expert; those of the rank's experts, and of others; by source, the choices of each
+        expert and the rows to each rank."""
+        came = size * (tokens if method == "all_gather" else to_each_rank) if size > 1 else 0
+        self.rows = [ExpertRows(tokens * moe.per_token, size * each, came)] * model.layers
+        """Of each layer, for `StepPeak`."""
+
+    def know(self, numbers: dict[int, list[int]]) -> None:
+        """Other numbers than balanced ones, by their length."""
+        self._known |= numbers
+
+    @contextmanager
+    def instead(self) -> Iterator[None]:
+        """Within the block the host gets these numbers."""
+        with mock.patch.object(exchange, "NumbersForHost", self), mock.patch.object(dispatch, "NumbersForHost", self):
+            yield
+
+    def __call__(self, numbers: torch.Tensor) -> Any:
+        """Like `NumbersForHost`."""
+        return SimpleNamespace(read=lambda: self._read(numbers.numel()))
+
+    def _read(self, count: int) -> list[int]:
+        self.read_times += 1
+        return self._known[count]
+
+
+@contextmanager
+def balanced_experts(spec: JobSpec) -> Iterator[BalancedNumbers | None]:
+    """Within the block tokens choose all experts of a job that has some equally often."""
+    if spec.model.moe is None:
+        yield None
+        return
+    numbers = BalancedNumbers(spec)
+    with numbers.instead():
+        yield numbers
 
 
 @contextmanager

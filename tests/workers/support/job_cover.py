@@ -23,7 +23,7 @@ LAYOUTS = ((2, 2, 2), (1, 4, 1), (4, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4))
 FACTORS: Factors = {
     "schedule": tuple(SCHEDULES),
     "layout": LAYOUTS,
-    "family": ("gpt", "llama", "qwen"),
+    "family": ("gpt", "llama", "qwen", "deepseek"),
     "zero": (1, 0, 2, 3),
     # How two ranks share each sample, if they do.
     "context_method": (None, "all_gather", "all_to_all", "ring"),
@@ -40,6 +40,7 @@ FACTORS: Factors = {
     "more_on_the_last": (None, 2),
     "validates": (True, False),
 }
+LATENT = {"q_rank": 12, "kv_rank": 8, "rope_size": 4, "nope_size": 6, "value_size": 8}
 _CANDIDATES, _SEED = 200, 1
 
 
@@ -71,7 +72,8 @@ def job_of(row: Row, corpus: str, **more: dict[str, Any]) -> JobSpec:
             "family": row["family"],
             "layers": layers,
             "tie_embeddings": row["tied"],
-            "kv_heads": 2 if row["family"] != "gpt" else None,
+            "kv_heads": 2 if row["family"] in ("llama", "qwen") else None,
+            "latent_attention": LATENT if row["family"] == "deepseek" else None,
         },
         "data": {"paths": [corpus], "validation_fraction": 0.2},
         "train": train | numbers | {"validate_every": int(row["validates"]), "validation_batches": 1},

@@ -1,4 +1,4 @@
-"""A Llama, and a Qwen 3, as one would write them on a single machine, as `plain_gpt.py` has GPT.
+"""A Llama, a Qwen 3, and a DeepSeek V3, as one would write them on a single machine, as `plain_gpt.py` has GPT.
 
 Positions are turned as complex numbers, not as the engine does it.
 """
@@ -46,12 +46,55 @@ class PlainRotaryAttention(PlainAttention):
         return self.turned(self.q_norm(q)), self.turned(self.k_norm(k)), v
 
     def turned(self, x: torch.Tensor) -> torch.Tensor:
-        """Element i and element i + d/2 as one complex number, times exp(i position theta^(-2i/d))."""
-        half = self.size // 2
-        frequencies = self.theta ** -(torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * frequencies
-        numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([numbers.real, numbers.imag], -1).to(x.dtype)
+        """Rotated by positions."""
+        return turned(x, self.theta)
+
+
+def turned(x: torch.Tensor, theta: float) -> torch.Tensor:
+    """Element i and element i + d/2 as one complex number, times exp(i position theta^(-2i/d)): [b, s, a, d]."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None] * frequencies
+    numbers = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([numbers.real, numbers.imag], -1).to(x.dtype)
+
+
+class PlainLatentAttention(PlainAttention):
+    """Queries, keys and values from short vectors, one head after the other (arXiv:2405.04434, eq. 9 to 19)."""
+
+    def __init__(self, spec: JobSpec, index: int):
+        nn.Module.__init__(self)
+        model, shape = spec.model, spec.model.latent_attention
+        assert shape is not None
+        self.shape, self.theta = shape, model.rope.theta if model.rope else 10_000.0
+        self.heads, self.window, self.document = model.heads, window(spec, index), None
+        h, own = model.hidden_size, shape.nope_size + shape.rope_size
+        self.size = own / model.score_factor**2  # what scores are divided by is its root
+        if shape.q_rank is not None:
+            self.q_down = nn.Linear(h, shape.q_rank, bias=False)
+            self.q_norm = PlainRMSNorm(shape.q_rank, 1e-6)
+        self.q_up = nn.Linear(shape.q_rank or h, self.heads * own, bias=False)
+        self.kv_down = nn.Linear(h, shape.kv_rank + shape.rope_size, bias=False)
+        self.kv_norm = PlainRMSNorm(shape.kv_rank, 1e-6)
+        self.kv_up = nn.Linear(shape.kv_rank, self.heads * (shape.nope_size + shape.value_size), bias=False)
+        self.output = nn.Linear(self.heads * shape.value_size, h, bias=False)
+
+    def projections(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, [b, s, a, d] each."""
+        shape = self.shape
+        short, rotated = self.kv_down(x).split([shape.kv_rank, shape.rope_size], -1)
+        rotated = turned(rotated.unsqueeze(2), self.theta)
+        q = self.q_up(x if shape.q_rank is None else self.q_norm(self.q_down(x)))
+        queries, keys, values = [], [], []
+        for q_head, kv_head in zip(
+            q.chunk(self.heads, -1), self.kv_up(self.kv_norm(short)).chunk(self.heads, -1), strict=True
+        ):
+            nope, rope = q_head.unsqueeze(2).split([shape.nope_size, shape.rope_size], -1)
+            queries.append(torch.cat([nope, turned(rope, self.theta)], -1))
+            key, value = kv_head.unsqueeze(2).split([shape.nope_size, shape.value_size], -1)
+            keys.append(torch.cat([key, rotated], -1))
+            values.append(value)
+        return torch.cat(queries, 2), torch.cat(keys, 2), torch.cat(values, 2)
 
 
 class PlainSwiGLU(nn.Module):
@@ -129,7 +172,7 @@ class PlainLlamaLayer(nn.Module):
         super().__init__()
         model = spec.model
         self.attention_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
-        self.attention = PlainRotaryAttention(spec, index)
+        self.attention = (PlainRotaryAttention if model.family != "deepseek" else PlainLatentAttention)(spec, index)
         self.mlp_norm = PlainRMSNorm(model.hidden_size, model.norm_epsilon)
         self.mlp = PlainSwiGLU(model.hidden_size, model.ffn_size, model.bias)
         if model.has_experts(index):

@@ -29,9 +29,12 @@ def adapted_model(spec: JobSpec) -> PlainGPT:
 
 def _adapt(spec: JobSpec, index: int, layer: nn.Module) -> None:
     lora, attention, mlp = spec.train.lora, layer.attention, layer.mlp
-    size, fused = attention.size, attention.kv_heads == attention.heads
-    for target in lora.targets or (INPUTS if spec.model.moe is None else "qkvo"):
+    latent, has_experts = spec.model.latent_attention is not None, spec.model.moe is not None
+    in_attention = "o" if latent else "qkvo"
+    in_mlp = () if has_experts else ("gate", "up", "down")
+    for target in lora.targets or (*in_attention, *in_mlp):
         if target in "qkv":
+            size, fused = attention.size, attention.kv_heads == attention.heads
             owner, name = attention, target
             together = "qkv" if fused else "q" if target == "q" else "kv"
             linear = getattr(attention, together)
@@ -47,7 +50,7 @@ def _adapt(spec: JobSpec, index: int, layer: nn.Module) -> None:
         holder = getattr(owner, name)
         holder.lora_a = nn.Parameter(torch.empty(lora.rank, linear.weight.shape[1]))
         holder.lora_b = nn.Parameter(torch.empty(len(rows), lora.rank))
-        place = 1 + 3 * spec.model.layers + 4 * index + INPUTS[target]
+        place = 1 + 3 * spec.model.layers + 4 * index + INPUTS[target] - latent
         linear.register_forward_hook(_added(spec, holder, rows, place))
 
 

@@ -11,6 +11,7 @@ from documented import blocks_of, run_blocks
 from engine_specs import document
 from their_models import KINDS, LLAMA3, YARN
 
+from manta.workers.accounting.flops import parameter_count
 from manta.workers.errors import WeightsError
 from manta.workers.spec.reading import parse_job_spec
 from manta.workers.weights.config import Keys, huggingface_config, read_config, shape_of
@@ -19,6 +20,13 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 263, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }  # fmt: skip
+
+
+MOE = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8}
+DEEPSEEK = {
+    "family": "deepseek", "latent_attention": {"kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4},
+}  # fmt: skip
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 
 
 def section(config: dict) -> dict:
@@ -96,6 +104,28 @@ def test_missing_config_keys_have_the_defaults_of_transformers():
     assert (said["activation"], said["vocabulary_size"]) == ("gelu_tanh", config.vocab_size)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_the_published_number_of_parameters(name):
+    config = PUBLISHED[name]["config"]
+    shape = shape_of(Keys(config, "config.json"))
+    spec = parse_job_spec(document(model={**shape.section, "sequence_length": 4096}))
+    assert parameter_count(spec) / 1e9 == pytest.approx(PUBLISHED[name]["billions"], abs=5e-4)
+    written = huggingface_config(spec, "bfloat16", shape.positions)
+    assert section(written) == shape.section
+    unlike = {"num_nextn_predict_layers", "rope_scaling", "bos_token_id", "eos_token_id", "rope_theta"}
+    assert {key: config[key] for key in config.keys() & written.keys() - unlike} == {
+        key: written[key] for key in config.keys() & written.keys() - unlike
+    }
+
+
+def test_deepseek_moe_of_16_billion_parameters_is_a_llama_with_experts():
+    """Its attention is that of Llama (arXiv:2401.06066, table 6)."""
+    moe = {"experts": 64, "per_token": 6, "ffn_hidden_size": 1408, "first_dense": 1, "shared": 2, "normalise": False}
+    model = {"family": "llama", "layers": 28, "hidden_size": 2048, "heads": 16, "ffn_hidden_size": 10944, "moe": moe}
+    spec = parse_job_spec(document(model={**model, "vocabulary_size": 102400}))
+    assert parameter_count(spec) / 1e9 == pytest.approx(16.376, abs=5e-4)
+
+
 def test_qwen_window_needs_its_switch_and_all_layers():
     qwen = {**LLAMA, "model_type": "qwen3", "sliding_window": 16}
     assert section({**qwen, "max_window_layers": 0})["sliding_window"] is None
@@ -112,11 +142,20 @@ def test_key_value_heads_that_are_null_are_as_many_as_heads():
 
 
 WRONG = [
-    ({"model_type": "qwen2"}, "model_type is \"qwen2\": supported: gpt2, llama, mistral, qwen3"),
+    ({"model_type": "qwen2"}, "model_type is \"qwen2\": supported: gpt2, llama, mistral, mixtral, qwen3"),
     ({"model_type": None}, "model_type is null"),
     ({"quantization_config": {"bits": 4}}, "quantization_config: quantized weights cannot be trained"),
     ({"vision_config": {}, "text_config": {"a": 1}}, "text_config: models with several parts"),
     ({"auto_map": {"AutoModel": "code.Model"}}, "auto_map: the model needs code from its folder"),
+    ({"model_type": "mixtral", "capacity_factor": 1.25}, "capacity_factor: every token goes to all experts chosen"),
+    ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: noise on what the router reads"),
+    ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0: must be a whole number of at least 1"),
+    ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers is [2]: only the first layers"),
+    ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func is \"softmax\": only \"sigmoid\""),
+    ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq is 2: only 1 is supported"),
+    ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave is false: only true"),
+    ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads is 2: must be num_attention_heads"),
+    ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is false: this variant of yarn"),
     ({"hidden_act": "gelu"}, "hidden_act is \"gelu\": only silu"),
     ({"attention_bias": True}, "attention_bias is true: model.bias applies to all linear layers, but mlp_bias is"),
     ({"model_type": "qwen3", "attention_bias": True}, "attention_bias is true: biases in attention only"),
@@ -193,7 +232,16 @@ def test_unreadable_config_is_refused_in_one_sentence(tmp_path, content, sentenc
         ({"sliding_window": 4}, "model.sliding_window with family gpt"),
         ({"family": "qwen", "bias": True}, "model.bias with Qwen 3"),
         ({"family": "llama", "bias": True, "sliding_window": 4}, "model.bias with Mistral"),
-        ({"family": "llama", "full_attention_every": 2, "sliding_window": 4}, "full_attention_every with family llama"),
+        ({"family": "llama", "full_attention_every": 2, "sliding_window": 4}, "full_attention_every with Mistral"),
+        ({"family": "llama", "moe": MOE | {"normalise": False}}, "model.moe.normalise false with Mixtral"),
+        (
+            {"family": "llama", "moe": MOE | {"balance": {"bias_rate": 1e-3}}},
+            "model.moe.balance.bias_rate with Mixtral",
+        ),
+        ({"family": "llama", "bias": True, "moe": MOE}, "model.bias with Mixtral"),
+        ({"family": "qwen", "moe": MOE | {"shared": 1}}, "model.moe.shared 1 with Qwen 3 with moe"),
+        ({**DEEPSEEK, "moe": MOE | {"shared": 1}}, 'model.moe.score "softmax" with family deepseek'),
+        ({**DEEPSEEK, "sliding_window": 4}, "model.sliding_window with family deepseek"),
     ],
 )
 def test_model_unknown_to_transformers_is_not_exported_as_another(model, what):

@@ -514,3 +514,72 @@ def test_export_prefers_the_kept_chat_template_to_the_tokenizers(tmp_path):
 def test_exported_weights_without_a_known_tokenizer_have_none(tmp_path):
     assert added(tmp_path, source="megatron") == {}
     assert added(tmp_path / "other", tokenizer=str(tmp_path / "nowhere")) == {}
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory) -> Path:
+    return saved("deepseek", tmp_path_factory.mktemp("experts"), shard="1GB")
+
+
+def all_together(tensors: dict[str, torch.Tensor], transposed: bool = False, gate_first: bool = True) -> None:
+    """Experts of a layer in one tensor, as transformers 5 has them in memory."""
+    ours = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    found = [(match, tensors.pop(match[0])) for match in map(ours.fullmatch, [*tensors]) if match]
+    matrices = {(match[1], int(match[2]), match[3]): tensor for match, tensor in found}
+    names = ("gate", "up") if gate_first else ("up", "gate")
+    for prefix in sorted({key[0] for key in matrices}):
+        numbers = range(len({key[1] for key in matrices if key[0] == prefix}))
+        inputs = [torch.cat([matrices[prefix, number, name] for name in names]) for number in numbers]
+        outputs = [matrices[prefix, number, "down"] for number in numbers]
+        for name, each in (("gate_up_proj", inputs), ("down_proj", outputs)):
+            whole = torch.stack(each)
+            tensors[f"{prefix}.{name}"] = whole.transpose(1, 2).contiguous() if transposed else whole
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor_are_read_like_those_with_tensors_of_their_own(of_experts, copied, transposed):
+    expected, job = load_file(of_experts / ONE_FILE), spec_of(of_experts)
+    folder = rewritten(copied(of_experts), lambda tensors: all_together(tensors, transposed))
+    weights = Weights(spec_of(folder))
+    for tensor in huggingface_tensors(job):
+        if ".experts." in tensor.name:
+            (piece,) = tensor.pieces
+            local = torch.empty(tensor.shape)
+            weights.fill(NamedShard(piece.ours, nn.Parameter(local), ParameterShard(tensor.shape), False), local)
+            assert torch.equal(local, expected[tensor.name]), tensor.name
+
+
+def test_experts_that_are_missing_or_have_other_shapes_are_refused(of_experts, copied):
+    def cut(tensors: dict[str, torch.Tensor]) -> None:
+        all_together(tensors)
+        name = next(name for name in tensors if name.endswith("gate_up_proj"))
+        tensors[name] = tensors[name][:, :-1].contiguous()
+
+    folder = rewritten(copied(of_experts), cut)
+    needs = "have shapes [8, 23, 32] and [8, 32, 12], but config.json requires [8, 24, 32] and [8, 32, 12], or both"
+    assert needs in sentence_about(folder)
+    shutil.copy(of_experts / ONE_FILE, folder)
+    name = "model.layers.2.mlp.experts.7.up_proj.weight"
+    assert f"has no tensor {name}" in sentence_about(rewritten(folder, lambda tensors: tensors.pop(name)))
+
+
+def test_layers_for_predicting_several_tokens_are_left_out_with_a_notice(of_experts, copied):
+    behind = {f"layers.4.{name}": torch.zeros(2) for name in ("eh_proj.weight", "enorm.weight", "mlp.gate.weight")}
+    more = {f"model.{name}": tensor for name, tensor in behind.items()}
+    folder = rewritten(copied(of_experts), lambda tensors: tensors.update(more))
+    assert Weights(spec_of(folder)).notice == f"{folder}: model.layers.4, for predicting several tokens, is left out"
+    rewritten(folder, lambda tensors: tensors.pop("model.layers.4.eh_proj.weight"))
+    assert "the model in config.json has no tensor model.layers.4.enorm.weight" in sentence_about(folder)
+
+
+def test_balance_of_experts_may_be_given_beside_weights_but_not_other_numbers_of_them(of_experts):
+    def model(**moe: object) -> JobSpec:
+        document = {"model": {"from": str(of_experts), "sequence_length": 8, "moe": moe}}
+        return parse_job_spec(
+            with_shape_of_weights({**document, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
+        )
+
+    job = model(balance={"bias_rate": 0.001}, per_token=3)
+    assert (job.model.moe.experts, job.model.moe.balance.bias_rate) == (8, 0.001)
+    with pytest.raises(SpecError, match=r"model\.moe\.per_token: 2 differs from .*, which says 3 \(try: 3\)"):
+        model(per_token=2)

@@ -31,7 +31,7 @@ from manta.workers.weights.folder import ADAPTER
 
 peft = pytest.importorskip("peft")
 LENGTH, RANK = 8, 3
-FAMILIES = ["llama", "qwen3", "gpt2"]
+FAMILIES = ["llama", "qwen3", "mixtral", "gpt2"]
 TOKENS = torch.tensor([[5, 200, 17, 17, 99, 3, 260, 42], [1, 2, 3, 4, 5, 6, 7, 8]])
 CPU = torch.device("cpu")
 
@@ -79,7 +79,9 @@ def with_peft(kind: str, folder: Path) -> torch.nn.Module:
 
 def made_by_peft(kind: str, folder: Path, **config: Any) -> torch.nn.Module:
     """An adapter whose B is not zero, saved there."""
-    targets = {"gpt2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"]}.get(kind, "all-linear")
+    beside_experts = [f"{name}_proj" for name in "qkvo"]
+    known = {"gpt2": ["c_attn", "attn.c_proj", "c_fc", "mlp.c_proj"], "mixtral": beside_experts}
+    targets = known.get(kind, "all-linear")
     config = {"r": RANK, "lora_alpha": 5, "target_modules": targets, "fan_in_fan_out": kind == "gpt2", **config}
     made, generator = (
         peft.get_peft_model(their_model(kind), peft.LoraConfig(**config)),

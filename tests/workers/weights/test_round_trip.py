@@ -25,15 +25,19 @@ LENGTH = 8
 LAYOUTS = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (2, 2, 2)]
 FAST = [
     ("llama", (4, 1, 1)), ("llama, all heads, biases, tied", (1, 4, 1)), ("mistral", (1, 1, 1)), ("qwen3", (2, 2, 2)),
-    ("gpt2", (2, 2, 2)), ("gpt2, exact gelu, untied", (2, 1, 1)),
+    ("mixtral", (2, 1, 1)), ("qwen3_moe", (2, 2, 1)), ("deepseek", (2, 2, 2)), ("deepseek", (1, 1, 1)),
+    ("deepseek, plain queries, dense", (4, 1, 1)), ("gpt2", (2, 2, 2)), ("gpt2, exact gelu, untied", (2, 1, 1)),
 ]  # fmt: skip
 ALL = [pytest.param(kind, layout, marks=pytest.mark.soak) for kind in KINDS for layout in LAYOUTS]
 
 
-def begin_and_save(comm: Comm, document: dict, folder: str, windows: torch.Tensor) -> float:
-    """Begin with the weights, save them without a step, and evaluate."""
+def begin_and_save(comm: Comm, document: dict, folder: str, windows: torch.Tensor, steps: int = 0) -> float:
+    """Begin with the weights, save them after some steps, and evaluate."""
     trainer = trainer_of(comm, document, folder)
     trainer.restore(Resume())
+    for _ in range(steps):
+        batch = micro_batches(trainer.spec, comm.index("data"), windows)
+        assert trainer.engine.step(batch, len(windows), 1e-3, 0).updated
     save(trainer)
     losses_m, tokens = trainer.engine.pipeline.evaluate(micro_batches(trainer.spec, comm.index("data"), windows))
     both = torch.stack([losses_m.sum(), tokens])
@@ -80,6 +84,27 @@ def test_transformers_model_keeps_its_loss_and_weights_through_import_and_export
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     assert torch.equal(again(windows[:, :-1]).logits, logits)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "checkpoints", "out"}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek"])
+def test_trained_experts_have_the_same_loss_in_transformers(kind, ranks, corpus, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    source, layout = saved(kind, tmp_path / "in"), (2, 1, 1)
+    windows = torch.randint(256, (8, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    moves = {"moe": {"balance": {"bias_rate": 0.01}}} if kind == "deepseek" else {}
+    document = job(source, corpus, layout, **moves)
+    losses = ranks.run(layout_of(*layout), begin_and_save, document, str(tmp_path / "checkpoints"), windows, 20)
+    checkpoint = complete_checkpoints(tmp_path / "checkpoints")[-1][0]
+    export(str(checkpoint), tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    logits = theirs(windows[:, :-1]).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert losses == pytest.approx([expected.item()] * len(losses), rel=1e-5)
+    before, after = tensors(source), tensors(tmp_path / "out")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert len(changed) > 0.9 * len(before)
+    moved = {name for name in before if name.endswith("e_score_correction_bias")}
+    assert moved <= changed and bool(moved) == (kind == "deepseek")
 
 
 SPECIAL = [0.0, -0.0, float("inf"), -float("inf"), 1e-45, -1e-40, 3.4028235e38, 65504.0, 65000.0, 5.9e-8, 2.0**-14]

@@ -170,24 +170,24 @@ class _SentPlanning:
         places_en = self.goes_en.cumsum(1) - 1
         to_rank = self.choice_nk.flatten()[choices] // len(own)
         row_of_choice = places_en.flatten()[to_rank * tokens + choices // per_token]
-        numbers = torch.tensor(counting.read()).view(size, -1)
-        by_expert, rows = numbers[:, :-size], numbers[:, -size:]
-        me = comm.index("expert")
-        own_counts = by_expert[:, own.start : own.stop]
-        sent_rows, received_rows = rows[me].tolist(), rows[:, me].tolist()
-        sent_choices = by_expert[me].view(size, -1).sum(1).tolist()
-        received_choices = own_counts.sum(1).tolist()
+        numbers, me, experts = counting.read(), comm.index("expert"), size * len(own)
+        by_source = [numbers[first : first + experts + size] for first in range(0, len(numbers), experts + size)]
+        own_counts = [of_source[own.start : own.stop] for of_source in by_source]
+        sent_rows, received_rows = by_source[me][experts:], [of_source[experts + me] for of_source in by_source]
+        sent_choices = [sum(by_source[me][first : first + len(own)]) for first in range(0, experts, len(own))]
+        received_choices = [sum(counts) for counts in own_counts]
         came = exchange.exchanged(row_of_choice, sent_choices, received_choices, "dispatch")
         sources = torch.tensor(received_choices, device=came.device)
         firsts = torch.tensor([0, *accumulate(received_rows)][:-1], device=came.device)
         total = sum(received_choices)
         came = came + firsts.repeat_interleave(sources, output_size=total)
-        experts = torch.arange(len(own), device=came.device).repeat(size)
-        of_choice = experts.repeat_interleave(own_counts.flatten().to(came.device), output_size=total)
+        numbers_of_own = torch.arange(len(own), device=came.device).repeat(size)
+        each = torch.tensor([count for counts in own_counts for count in counts], device=came.device)
+        of_choice = numbers_of_own.repeat_interleave(each, output_size=total)
         order_m = of_choice.sort(stable=True).indices
         going = (~self.goes_en).flatten().sort(stable=True).indices[: sum(sent_rows)]
         return _SentPlan(
-            counts=tuple(own_counts.sum(0).tolist()),
+            counts=tuple(map(sum, zip(*own_counts, strict=True))),
             index_m=came[order_m],
             order_m=order_m,
             choices=choices,

@@ -55,6 +55,19 @@ def recomputation(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
     return lambda: function(saved())
 
 
+def shared_recomputation(recompute: Recomputation) -> Recomputation:
+    """The same for two consumers of a tensor: the first one that asks computes it, the second one takes that."""
+    computed: list[torch.Tensor] = []
+
+    def once() -> torch.Tensor:
+        if computed:
+            return computed.pop()
+        computed.append(recompute())
+        return computed[0]
+
+    return once
+
+
 def in_backward(compute: Callable[[], Result], comm: Comm) -> Result:
     """Runs `compute` within a backward that autograd runs; its time counts as recomputation."""
     with comm.step.phase("recompute"), torch.no_grad():

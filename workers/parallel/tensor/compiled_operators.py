@@ -19,7 +19,7 @@ from torch import nn
 
 from manta.workers.parallel.tensor.adapters import LayerAdapters, adaptation_of
 from manta.workers.parallel.tensor.linear_autograd import column_backward, column_forward, row_backward, row_forward
-from manta.workers.parallel.tensor.sequence_parallel import Region
+from manta.workers.parallel.tensor.sequence_parallel import Region, gather, sum_partial
 
 
 class Product(Protocol):
@@ -151,6 +151,39 @@ def _(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scatters: int) 
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("manta::entered", mutates_args=())
+def entered(x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    """x gathered along the sequence from `gathers` ranks, in the region of the layer with this weight."""
+    full = gather(x, _product_of(weight).region)
+    return full.clone() if full is x else full
+
+
+@entered.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    return x.new_empty((x.shape[0] * gathers, *x.shape[1:]))
+
+
+@torch.library.custom_op("manta::entered_backward", mutates_args=())
+def entered_backward(grad: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    """The gradient of x, summed over ranks."""
+    return sum_partial(grad.clone(memory_format=torch.contiguous_format), _product_of(weight).region)
+
+
+@entered_backward.register_fake
+def _(grad: torch.Tensor, weight: torch.Tensor, gathers: int) -> torch.Tensor:
+    return grad.new_empty((grad.shape[0] // gathers, *grad.shape[1:]))
+
+
+def _keep_place(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, weight, ranks = inputs
+    ctx.save_for_backward(weight)
+    ctx.ranks = ranks
+
+
+def _entered_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return entered_backward(grad, *ctx.saved_tensors, ctx.ranks), None, None
+
+
 def _keep_input(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, _, ranks = inputs
     ctx.save_for_backward(x, weight)
@@ -176,6 +209,7 @@ def _row_gradient(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, Non
     return row_parallel_backward(grad, x, weight, ctx.ranks), None, None, None
 
 
+entered.register_autograd(_entered_gradient, setup_context=_keep_place)
 column_parallel.register_autograd(_column_gradient, setup_context=_keep_input)
 column_parallel_pair.register_autograd(_pair_gradient, setup_context=_keep_input_of_pair)
 row_parallel.register_autograd(_row_gradient, setup_context=_keep_input)

@@ -56,6 +56,19 @@ class ColumnParallelLinear(AdaptedLinear):
         return column_parallel(x, self.weight, self.bias, self.region, recompute_input, adapted)
 
 
+class WholeLinear(ColumnParallelLinear):
+    """y = x W^T + b with all of W [out, in] on every tensor rank, which has its own tokens: [s or s/t, b, in] ->
+    [s or s/t, b, out]."""
+
+    def __init__(self, inputs: int, outputs: int, region: Region, bias: bool, std: float):
+        AdaptedLinear.__init__(self)
+        self.region = region.within_a_rank()
+        # Of a single tensor rank it is like any other matrix, which ZeRO 2 and 3 divide.
+        shard = ParameterShard((outputs, inputs), 0 if region.tensor_size == 1 else None, std=std)
+        self.weight = self.add_parameter("weight", (outputs, inputs), shard)
+        self.bias = self.add_parameter("bias", (outputs,), ParameterShard((outputs,), group="bias")) if bias else None
+
+
 def paired_forward(
     x: torch.Tensor,
     first: ColumnParallelLinear,

@@ -12,6 +12,7 @@ Shapes: s sequence, b micro-batch, h hidden, t tensor-parallel size; the sequenc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,13 @@ class Region:
         """Ranks that the sequence is split over outside of the region."""
         self.forward_chunks = forward_chunks if self.tensor_size > 1 else 1
         """Number of chunks in which a forward product overlaps with its communication (`column_forward_in_chunks`)."""
+
+    def within_a_rank(self) -> Region:
+        """The region of layers that every rank has as a whole, and applies to the tokens that it has outside of the
+        tensor-parallel region."""
+        alone = copy.copy(self)
+        alone.sequence_parallel, alone.tensor_size, alone.sequence_split, alone.forward_chunks = False, 1, 1, 1
+        return alone
 
 
 def gather(x: torch.Tensor, region: Region) -> torch.Tensor:
@@ -84,6 +92,27 @@ def leave(x: torch.Tensor, region: Region) -> torch.Tensor:
         return x
     left: torch.Tensor = _Leave.apply(x, region)
     return left
+
+
+class _Enter(torch.autograd.Function):
+    """f of arXiv:1909.08053, or g of arXiv:2205.05198."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, region: Region) -> torch.Tensor:
+        ctx.region = region
+        return gather(x, region) if region.sequence_parallel else x.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].contiguous()
+        return sum_partial(grad if ctx.region.sequence_parallel else grad.clone(), ctx.region), None
+
+
+def enter(x: torch.Tensor, region: Region) -> torch.Tensor:
+    """Gather what no product gathers: [s/t, b, h] -> [s, b, h] with sequence parallelism, otherwise x. Backward sums
+    the ranks' gradients."""
+    entered: torch.Tensor = _Enter.apply(x, region)
+    return entered
 
 
 def sum_replicated_gradients(gradients: Sequence[torch.Tensor], comm: Comm) -> None:

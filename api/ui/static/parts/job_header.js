@@ -25,8 +25,13 @@ const FIGURES = [
   ["Restarts", (job) => number(job.restarts)],
   [
     "Layout",
-    (job) => (job.parallel.context > 1 ? layout(job.parallel).replace(/, context | × /g, "×") : layout(job.parallel)),
-    "Ranks: tensor × pipeline × data parallel, and × context parallel where sequences are split; expert: over how many of them experts are spread.",
+    (job) =>
+      job.parallel.context > 1 || job.parallel.expert > 1
+        ? layout(job.parallel)
+            .replace(/, context | × /g, "×")
+            .replace(", expert ", " e")
+        : layout(job.parallel),
+    "Ranks: tensor × pipeline × data parallel, and × context parallel where sequences are split; e: over how many of them experts are spread.",
   ],
   ["Running time", (job) => duration(job.running_seconds), "Without queue and pauses."],
 ];

@@ -53,6 +53,7 @@ class RanksTab {
         "Stage",
         "Replica",
         "Context",
+        "Experts",
         "State",
         "Own time",
         "Wait",
@@ -82,7 +83,7 @@ class RanksTab {
   }
 
   row(rank) {
-    const cells = Array.from({ length: 13 }, () => h("td", { class: "number" }));
+    const cells = Array.from({ length: 14 }, () => h("td", { class: "number" }));
     fill(
       cells[0],
       h("button", { class: "plain", onclick: () => this.grid.pick(this.byNumber.get(rank.rank)) }, String(rank.rank)),
@@ -95,6 +96,7 @@ class RanksTab {
           now.pipeline,
           now.data,
           now.context,
+          now.expert ?? "–",
           now.state,
           duration(now.own_seconds),
           duration(now.wait_seconds),
@@ -105,7 +107,7 @@ class RanksTab {
           this.replaced.get(now.rank)?.count ?? 0,
         ];
         texts.forEach((text, place) => setText(cells[place + 1], String(text)));
-        setAttribute(cells[9], "title", now.node);
+        setAttribute(cells[10], "title", now.node);
       },
     };
   }
