@@ -296,6 +296,19 @@ def test_hardware_flops_count_duplicated_heads_and_padding_of_a_layout(policy, l
     assert step_flops(job_spec).hardware_full == counted(job_spec, 6)
 
 
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False}], ids=str)
+@pytest.mark.parametrize("sizes", [{"q_rank": 12, "value_size": 5}, {"value_size": 12}], ids=str)
+def test_hardware_flops_count_the_zeros_and_whole_weights_of_latent_attention(layout, sizes):
+    latent = {"kv_rank": 8, "rope_size": 4, "nope_size": 6, **sizes}
+    train, model = {"global_batch_size": 6, "attention": "explicit"}, {"family": "deepseek", "latent_attention": latent}
+    job_spec = spec(model=model, train=train, parallel=layout)
+    flops = step_flops(job_spec)
+    assert flops.hardware_full == counted(job_spec, 6)
+    assert flops.model_full < flops.hardware_full
+    scores = 2 * 8**2 * 4 * (10 + sizes["value_size"])
+    assert core_attention_forward(job_spec.model) == scores
+
+
 @pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     "layout",

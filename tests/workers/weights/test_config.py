@@ -238,7 +238,6 @@ def test_unreadable_config_is_refused_in_one_sentence(tmp_path, content, sentenc
             {"family": "llama", "moe": MOE | {"balance": {"bias_rate": 1e-3}}},
             "model.moe.balance.bias_rate with Mixtral",
         ),
-        ({"family": "llama", "bias": True, "moe": MOE}, "model.bias with Mixtral"),
         ({"family": "qwen", "moe": MOE | {"shared": 1}}, "model.moe.shared 1 with Qwen 3 with moe"),
         ({**DEEPSEEK, "moe": MOE | {"shared": 1}}, 'model.moe.score "softmax" with family deepseek'),
         ({**DEEPSEEK, "sliding_window": 4}, "model.sliding_window with family deepseek"),
