@@ -32,8 +32,8 @@ def exchange_of(comm: Comm, layout: ParallelConfig, moe: MoeConfig) -> Exchange:
     """The exchange of all layers of a rank."""
     if layout.expert_size == 1:
         return LocalExchange()
-    method = layout.expert_dispatch or ("all_gather" if layout.expert_size <= moe.per_token else "all_to_all")
-    return GatheredExchange(comm, moe.experts) if method == "all_gather" else SentExchange(comm, moe.experts)
+    gathers = layout.dispatch(moe.per_token) == "all_gather"
+    return GatheredExchange(comm, moe.experts) if gathers else SentExchange(comm, moe.experts)
 
 
 def own_experts(comm: Comm, experts: int) -> range:
