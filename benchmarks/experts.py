@@ -94,8 +94,8 @@ def measure_balance(options: argparse.Namespace) -> Report:
 
 
 def _job(balance: dict[str, Any], options: argparse.Namespace, seed: int) -> dict[str, Any]:
-    moe = {"experts": 8, "per_token": 2, "ffn_hidden_size": 128, "balance": balance}
-    shape = {"family": "llama", "layers": 4, "hidden_size": 128, "heads": 4, "sequence_length": 128}
+    moe = {"experts": 8, "per_token": 2, "ffn_hidden_size": 64, "balance": balance}
+    shape = {"family": "llama", "layers": 4, "hidden_size": 64, "heads": 4, "sequence_length": 64}
     optimizer = {"learning_rate": 2e-3, "min_learning_rate": 2e-4, "warmup_steps": min(20, options.steps)}
     return {
         "model": {**shape, "moe": moe},

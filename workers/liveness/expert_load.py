@@ -54,7 +54,8 @@ class Unbalanced:
         return (
             f"over {STEPS} steps the experts of rank{'s' if len(self.ranks) > 1 else ''} {few}{more} got "
             f"{self.ratio:.2f} times as many tokens of layer {self.layer} as those of the mean rank: time and memory "
-            f"are planned for {IMBALANCE}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens more evenly"
+            f"are planned for {IMBALANCE}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens "
+            "more evenly"
         )
 
     def to_json(self) -> dict[str, Any]:
