@@ -2,6 +2,9 @@
 against a dense MLP that computes as much for each token.
 
 All kinds are timed in turns, and the median counts: the machine may do other things.
+
+With `--balance` no time is measured, but how evenly a small model spreads its tokens over experts with neither means
+against it, the loss, the bias: tokens of the busiest expert over the mean, the mean of the last steps.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +23,12 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from benchmarks.support.faked_comm import FakedComm
+from benchmarks.support.jobs import SHAKESPEARE
 from benchmarks.support.report import Report, deliver, parser
+from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import ModelConfig, MoeConfig, ParallelConfig
+from manta.workers.liveness.expert_load import expert_load
 from manta.workers.model.llama import SwiGLU
 from manta.workers.parallel.data.flat import FlatParameters
 from manta.workers.parallel.experts.layer import ExpertMLP, Spreads
@@ -30,10 +38,26 @@ from manta.workers.parallel.tensor.products import TorchProducts
 from manta.workers.parallel.tensor.sequence_parallel import Region
 from manta.workers.parallel.tensor.shards import named_shards
 from manta.workers.parallel.tensor.weight_gradients import forget
+from manta.workers.protocol.messages import Resume
+from manta.workers.spec.reading import parse_job_spec
+from manta.workers.trainer import Trainer
+from manta.workers.training.reporter import Reporter
 
 CPU = torch.device("cpu")
 RATIOS = {("experts", "transformers"): 0.8, ("experts", "dense"): 1.5}
 """Pairs of kinds whose times are compared, and the most that the ratio should be."""
+BALANCES: dict[str, dict[str, Any]] = {
+    "none": {"loss": "none"},
+    "loss_0.001": {"weight": 0.001},
+    "loss_0.01": {"weight": 0.01},
+    "bias_0.001": {"loss": "none", "bias_rate": 0.001},
+    "bias_0.01": {"loss": "none", "bias_rate": 0.01},
+}
+"""Of `--balance`: `model.moe.balance` by name."""
+EVEN = 1.5
+"""The most that the busiest expert should have of the mean."""
+LAST = 20
+"""Steps that count."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +69,60 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--inner", type=int, default=256, help="inner width of an expert (default: 256)")
     options.add_argument("--rows", type=int, default=128, help="mean rows of an expert (default: 128)")
     options.add_argument("--turns", type=int, default=9, help="turns (default: 9)")
-    return deliver(measure, options.parse_args(arguments))
+    options.add_argument("--balance", action="store_true", help="measure how evenly tokens are spread")
+    options.add_argument("--text", type=Path, default=SHAKESPEARE, help="with --balance: the text")
+    options.add_argument("--steps", type=int, default=300, help="with --balance: steps (default: 300)")
+    options.add_argument("--seeds", type=int, default=3, help="with --balance: seeds from --seed on (default: 3)")
+    chosen = options.parse_args(arguments)
+    return deliver(measure_balance if chosen.balance else measure, chosen)
+
+
+def measure_balance(options: argparse.Namespace) -> Report:
+    """Train the small model in every way. Raises DataError when the text is not there."""
+    report = Report("experts_balance", options.seed)
+    torch.set_num_threads(1)
+    for name, balance in BALANCES.items():
+        runs = [trained(_job(balance, options, seed)) for seed in range(options.seed, options.seed + options.seeds)]
+        loads = [load for load, _, _ in runs]
+        report.add(f"{name}_load", round(statistics.mean(loads), 3), "ratio", None if name == "none" else EVEN)
+        report.add(f"{name}_load_in_the_worst_layer", round(statistics.mean(worst for _, worst, _ in runs), 3), "ratio")
+        report.add(f"{name}_loss", round(statistics.mean(loss for _, _, loss in runs), 4), "nats/token")
+        report.samples[name] = [[round(number, 4) for number in run] for run in runs]
+    report.settings = {"job": _job({}, options, options.seed), "counted_steps": LAST, "seeds": options.seeds}
+    report.settings["job"]["data"]["paths"] = [options.text.name]
+    return report
+
+
+def _job(balance: dict[str, Any], options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    moe = {"experts": 8, "per_token": 2, "ffn_hidden_size": 64, "balance": balance}
+    shape = {"family": "llama", "layers": 4, "hidden_size": 64, "heads": 4, "sequence_length": 64}
+    optimizer = {"learning_rate": 2e-3, "min_learning_rate": 2e-4, "warmup_steps": min(20, options.steps)}
+    return {
+        "model": {**shape, "moe": moe},
+        "data": {"source": "text", "paths": [str(options.text)]},
+        "train": {
+            "steps": options.steps, "global_batch_size": 16, "micro_batch_size": 16, "seed": seed,
+            "optimizer": optimizer,
+        },
+        "checkpoint": {"every_steps": 0},
+    }  # fmt: skip
+
+
+def trained(document: dict[str, Any]) -> tuple[float, float, float]:
+    """Means of the last steps: tokens of the busiest expert over the mean, the mean of all layers and in the worst;
+    loss."""
+    spec = parse_job_spec(document)
+    trainer = Trainer(spec, Comm(RankGrid(spec.layout), 0, CPU), Reporter(lambda _: None), 1e12)
+    trainer.restore(Resume())
+    steps = [trainer.train_step() for _ in range(spec.train.steps)][-LAST:]
+    trainer.close()
+    means, worst = [], []
+    for step in steps:
+        assert step.expert_tokens is not None
+        by_layer = [expert_load([layer]) for layer in step.expert_tokens]
+        means.append(statistics.mean(by_layer))
+        worst.append(max(by_layer))
+    return statistics.mean(means), statistics.mean(worst), statistics.mean(step.loss for step in steps)
 
 
 def measure(options: argparse.Namespace) -> Report:

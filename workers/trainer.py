@@ -213,7 +213,7 @@ class Trainer:
         tokens, loads = statistics.expert_tokens, None
         if self._loads is not None and tokens is not None:
             loads = self._loads.by_rank(tokens)
-            if (most := self._loads.unbalanced(tokens)) is not None:
+            if (most := self._loads.add(tokens)) is not None:
                 self.reporter.event("experts_unbalanced", step, most.sentence, most.to_json())
         for straggler in self._stragglers.add(statistics.own_seconds, loads) if self._stragglers is not None else ():
             self.reporter.event("straggler", step, straggler.sentence, straggler.to_json())

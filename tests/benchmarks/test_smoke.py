@@ -18,6 +18,7 @@ from benchmarks import (
     context,
     control_plane,
     dashboard,
+    experts,
     nanogpt,
     planned_layouts,
     step,
@@ -36,6 +37,14 @@ def test_nanogpt_benchmark_loss_follows_the_plain_loop(tmp_path: Path) -> None:
     assert report.figures["validation_loss_difference"].value < 1e-4
     assert report.figures["validation_loss_engine"].met is None, "the target is for a full run"
     assert report.settings["job"]["data"]["paths"] == ["text.txt"]
+
+
+def test_balance_of_experts_is_measured_in_every_way(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog, and then it goes back. " * 100)
+    report = experts.measure_balance(argparse.Namespace(seed=1, seeds=1, text=text, steps=2))
+    loads = [figure.value for name, figure in report.figures.items() if name.endswith("_load")]
+    assert len(loads) == len(experts.BALANCES) and all(1.0 <= load <= 4.0 for load in loads)
 
 
 def test_nanogpt_benchmark_names_a_missing_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

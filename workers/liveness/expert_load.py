@@ -14,6 +14,8 @@ from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.schedules.stages import layers_of, stages_of_rank
 
+STEPS = 100
+"""Steps whose tokens are counted together before ranks are judged: routers begin uneven, and a batch may be so."""
 AGAIN_SECONDS = 600.0
 """How long the same is not reported again."""
 _MOST_NAMED = 8
@@ -34,7 +36,7 @@ def _ratio(counts: Sequence[int]) -> float:
 
 @dataclass(frozen=True)
 class Unbalanced:
-    """Ranks whose experts get more tokens than was planned for."""
+    """Ranks whose experts got more tokens than was planned for, over STEPS steps."""
 
     layer: int
     """The model's layer in which they get most."""
@@ -50,9 +52,10 @@ class Unbalanced:
         few = ", ".join(map(str, self.ranks[:_MOST_NAMED]))
         more = " and others" if len(self.ranks) > _MOST_NAMED else ""
         return (
-            f"in layer {self.layer} the experts of rank{'s' if len(self.ranks) > 1 else ''} {few}{more} get "
-            f"{self.ratio:.2f} times as many tokens as those of the mean rank: time and memory are planned for "
-            f"{IMBALANCE}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens more evenly"
+            f"over {STEPS} steps the experts of rank{'s' if len(self.ranks) > 1 else ''} {few}{more} got "
+            f"{self.ratio:.2f} times as many tokens of layer {self.layer} as those of the mean rank: time and memory "
+            f"are planned for {IMBALANCE}. A larger model.moe.balance.weight, or balance.bias_rate, spreads tokens "
+            "more evenly"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +76,8 @@ class ExpertLoads:
         """`clock`: returns seconds."""
         layout, model = spec.layout, spec.model
         self._layers, self._size, self._clock = model.expert_layers, layout.expert_size, clock
-        self._again_at = -math.inf
+        self._again_at, self._steps = -math.inf, 0
+        self._sums = [[0] * (model.moe.experts if model.moe is not None else 0) for _ in self._layers]
         shape = layout.schedule, layout.pipeline, layout.virtual_stages
         held = [
             {layer for stage in stages_of_rank(*shape, rank) for layer in layers_of(model.layers, layout, stage)}
@@ -92,15 +96,25 @@ class ExpertLoads:
                  for rows in self._rows]  # fmt: skip
         return [loads[stage][part] for stage, part in self._places]
 
-    def unbalanced(self, tokens: Tokens) -> Unbalanced | None:
-        """The ranks that get most, if that is more than was planned for and has not been reported for a while."""
-        now = self._clock()
-        if self._size == 1 or now < self._again_at:
+    def add(self, tokens: Tokens) -> Unbalanced | None:
+        """Count a step; every STEPS steps, the ranks that got most in these, if that is more than was planned for and
+        has not been reported for a while."""
+        if self._size == 1:
             return None
+        for sums, counts in zip(self._sums, tokens, strict=True):
+            sums[:] = map(int.__add__, sums, counts)
+        self._steps += 1
+        if self._steps < STEPS:
+            return None
+        found = self._unbalanced(self._sums)
+        self._sums, self._steps = [[0] * len(sums) for sums in self._sums], 0
+        return found
+
+    def _unbalanced(self, tokens: Tokens) -> Unbalanced | None:
         ratios = [self._ratios(self._parts(counts)) for counts in tokens]
         row = max(range(len(ratios)), key=lambda each: max(ratios[each]))
-        most = max(ratios[row])
-        if most <= IMBALANCE:
+        most, now = max(ratios[row]), self._clock()
+        if most <= IMBALANCE or now < self._again_at:
             return None
         self._again_at = now + AGAIN_SECONDS
         busiest = ratios[row].index(most)

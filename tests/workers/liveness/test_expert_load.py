@@ -6,7 +6,7 @@ import pytest
 from engine_specs import spec
 
 from manta.workers.accounting.activation_bytes import IMBALANCE
-from manta.workers.liveness.expert_load import AGAIN_SECONDS, ExpertLoads, expert_load
+from manta.workers.liveness.expert_load import AGAIN_SECONDS, STEPS, ExpertLoads, expert_load
 from manta.workers.liveness.rank_samples import WINDOW, Stragglers
 
 EVEN, SKEWED = (10, 10, 10, 10), (25, 5, 6, 4)
@@ -35,22 +35,30 @@ def test_load_of_a_rank_is_that_of_its_experts_in_its_layers_over_the_mean(paral
     assert ExpertLoads(job(**parallel)).by_rank(tokens) == pytest.approx(loads)
 
 
-def test_ranks_with_more_tokens_than_planned_are_reported_once_in_a_while():
+def after_steps(loads, *tokens):
+    """What is said after STEPS steps, of which the last ones get these tokens, and all others even ones."""
+    *before, last = [loads.add(each) for each in [(EVEN,) * 3] * (STEPS - len(tokens)) + list(tokens)]
+    assert not any(before)
+    return last
+
+
+def test_ranks_with_more_tokens_than_planned_over_many_steps_are_reported_once_in_a_while():
     clock = SimpleNamespace(now=0.0)
     loads = ExpertLoads(job(data=4, expert=2, tensor=2), lambda: clock.now)
-    assert loads.unbalanced((EVEN, (12, 13, 10, 10), EVEN)) is None, "within what is planned"
-    most = loads.unbalanced((EVEN, (18, 10, 8, 4), SKEWED))
+    assert after_steps(loads, *[(EVEN, (12, 13, 10, 10), EVEN)] * STEPS) is None, "within what is planned"
+    assert after_steps(loads, *[(EVEN, SKEWED, SKEWED)] * (STEPS // 3)) is None, "in some steps only"
+    most = after_steps(loads, *[(EVEN, (18, 10, 8, 4), SKEWED)] * STEPS)
     assert (most.layer, most.ratio, most.expert_ratio, most.ranks) == (3, 30 / 20, 25 / 10, (0, 1, 4, 5))
-    assert most.sentence.startswith("in layer 3 the experts of ranks 0, 1, 4, 5 get 1.50 times as many tokens")
+    assert most.sentence.startswith("over 100 steps the experts of ranks 0, 1, 4, 5 got 1.50 times as many tokens of")
     assert most.to_json()["planned_ratio"] == IMBALANCE
     clock.now = AGAIN_SECONDS - 1
-    assert loads.unbalanced((SKEWED, SKEWED, SKEWED)) is None
+    assert after_steps(loads, *[(SKEWED,) * 3] * STEPS) is None
     clock.now = AGAIN_SECONDS
-    assert loads.unbalanced((SKEWED, SKEWED, SKEWED)).layer == 1
+    assert after_steps(loads, *[(SKEWED,) * 3] * STEPS).layer == 1
 
 
 def test_experts_that_are_all_on_every_rank_make_no_rank_unbalanced():
-    assert ExpertLoads(job(data=2)).unbalanced(((40, 0, 0, 0),) * 3) is None
+    assert after_steps(ExpertLoads(job(data=2)), *[((40, 0, 0, 0),) * 3] * STEPS) is None
 
 
 def test_rank_whose_experts_have_more_tokens_is_not_slow_because_of_these():
