@@ -121,13 +121,13 @@ class _Heads(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.cos, ctx.sin, ctx.parts = cos, sin, parts
         own = parts.nope + parts.rope
-        q = _padded(q.view(*q.shape[:2], -1, own), parts.size)
+        q = _padded(q.unflatten(2, (-1, own)), parts.size)
         if parts.factor != 1.0:
             q.mul_(parts.factor)
         turn_halves(*_halves(q[..., parts.nope : own]), cos, sin)
         turned = rotated.unsqueeze(2).clone(memory_format=torch.contiguous_format)
         turn_halves(*_halves(turned), cos, sin)
-        kv = kv.view(*kv.shape[:2], -1, parts.nope + parts.value)
+        kv = kv.unflatten(2, (-1, parts.nope + parts.value))
         k, v = q.new_empty(q.shape), q.new_empty(q.shape)
         k[..., : parts.nope].copy_(kv[..., : parts.nope])
         k[..., parts.nope : own].copy_(turned)
@@ -169,8 +169,8 @@ def _copied_heads(
         first, second = _halves(x)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-    q = q.view(*q.shape[:2], -1, parts.nope + parts.rope) * parts.factor
-    kv = kv.view(*kv.shape[:2], -1, parts.nope + parts.value)
+    q = q.unflatten(2, (-1, parts.nope + parts.rope)) * parts.factor
+    kv = kv.unflatten(2, (-1, parts.nope + parts.value))
     q = torch.cat([q[..., : parts.nope], turned(q[..., parts.nope :])], -1)
     shared = turned(rotated.unsqueeze(2)).expand(-1, -1, q.shape[2], -1)
     k = torch.cat([kv[..., : parts.nope], shared], -1)

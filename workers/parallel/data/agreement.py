@@ -149,10 +149,10 @@ class Agreement:
         """The same of the routers' own losses, or [1]: their sum, or [0]."""
 
     def sum(self) -> None:
-        """Sum over all ranks. Raises PeerLost."""
-        self._comm.all_reduce("world", self._values)
+        """Sum over all ranks, the vector last: who has its sum knows that all ranks came so far. Raises PeerLost."""
         if self.expert_tokens is not None:
             self._comm.all_reduce("world", self.expert_tokens)
+        self._comm.all_reduce("world", self._values)
 
 
 class StepSums:
