@@ -146,7 +146,8 @@ class Agreement:
         squared norm by pipeline and tensor rank. [micro-batches of the global batch, c]: loss and z-loss of each, by
         context rank."""
         self.balance_losses = slices[5]
-        """The same of the routers' own losses, or [1]: their sum, or [0]."""
+        """Routers' own losses: [micro-batches of the global batch, c] with elastic sums, else [1]; [0] if there are
+        none."""
 
     def sum(self) -> None:
         """Sum over all ranks, the vector last: who has its sum knows that all ranks came so far. Raises PeerLost."""
