@@ -24,10 +24,10 @@ from manta.workers.errors import MantaError
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.experts.balance import has_losses
 from manta.workers.protocol.reports import Event, Finished, Message, Metrics, Resting, Started
 from manta.workers.standalone import MetricsFile
 from manta.workers.timing.step_phases import StepPhases
-from manta.workers.parallel.experts.balance import has_losses
 from manta.workers.training import metric_names
 from manta.workers.training import reporter as module
 from manta.workers.training.log_lines import LogLines
