@@ -167,9 +167,15 @@ class Engine:
             self.optimizer.load_range(slot.start, part)
             self.optimizer.load_range(slot.end, torch.zeros(end - slot.end, device=device))
         self.optimizer.forget()
-        self.loss_scale.forget()
+        self.forget_small()
         if self.model.router_biases is not None:
             fill_router_bias(self.model.router_biases)
+
+    def forget_small(self) -> None:
+        """Reset the small parts of the state, of which a checkpoint may lack some, to those before the first step."""
+        self.loss_scale.forget()
+        if self.model.router_biases is not None:
+            self.model.router_biases.zero_()
 
     def step(
         self,

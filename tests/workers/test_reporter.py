@@ -24,6 +24,7 @@ from manta.workers.errors import MantaError
 from manta.workers.liveness.progress import Progress
 from manta.workers.liveness.rank_samples import RankSample, packed
 from manta.workers.parallel.data.agreement import StepStatistics
+from manta.workers.parallel.experts.balance import has_losses
 from manta.workers.protocol.reports import Event, Finished, Message, Metrics, Resting, Started
 from manta.workers.standalone import MetricsFile
 from manta.workers.timing.step_phases import StepPhases
@@ -205,6 +206,21 @@ def test_metric_names_of_a_job_include_its_validation_sets_and_z_loss():
     document = job.model_dump(mode="json")
     assert metric_names.of_job(document) == ("validation_loss_b", "validation_loss_a_2", "z_loss")
     assert metric_names.of_job(spec().model_dump(mode="json")) == ()
+
+
+@pytest.mark.parametrize(
+    ("moe", "has_loss"),
+    [
+        ({}, True),
+        ({"balance": {"loss": "none"}}, False),
+        ({"balance": {"weight": 0.0}}, False),
+        ({"balance": {"loss": "none"}, "router_z_loss": 0.1}, True),
+    ],
+)
+def test_metric_names_of_a_job_with_experts_include_the_losses_that_its_routers_have(moe, has_loss):
+    job = spec(model={"family": "llama", "moe": {"experts": 4, "per_token": 2, "ffn_hidden_size": 8} | moe})
+    assert metric_names.of_job(job.model_dump(mode="json")) == ("expert_load", "balance_loss")[: 1 + has_loss]
+    assert has_losses(job.model) == has_loss
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ class ExpertRows(NamedTuple):
 
     all: int
     largest: int
-    """Those of the expert that gets most."""
+    """Rows of the expert that gets most."""
     came: int
     """Tokens that came from the expert group; 0 if the rank has all experts."""
 

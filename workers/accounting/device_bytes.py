@@ -31,8 +31,9 @@ from manta.workers.data.batch_plan import BatchPlan, leaf_share
 from manta.workers.parallel.data.tree_sum import cover
 from manta.workers.schedules import SCHEDULES
 from manta.workers.schedules.action_lists import training_actions
+from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import layer_table, layer_table_of
-from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names
+from manta.workers.spec.parameters import TOKEN_EMBEDDING, frozen_names, layers_of_kinds
 
 
 @dataclass(frozen=True)
@@ -186,7 +187,8 @@ def _nodes_of_others(spec: JobSpec) -> int:
 
 def _tail(spec: JobSpec, stage: int) -> int:
     """Elements of the last bucket except vectors (`workers/parallel/data/flat.py`): the table that another stage holds
-    too, positions, and keys and values that several tensor ranks hold; or what of adapters these hold."""
+    too, positions, and keys and values, routers and other weights that several tensor ranks hold; or what of adapters
+    these hold."""
     model, layout, h = spec.model, spec.layout, spec.model.hidden_size
     if spec.train.lora is not None:
         return layers_of_rank(spec, stage) * shared_adapter_elements(layer_table_of(spec), layout.tensor)
@@ -195,5 +197,8 @@ def _tail(spec: JobSpec, stage: int) -> int:
     elements = vocabulary_rows(spec) * h if is_shared else 0
     if 0 in stages and not model.parts.rotary:
         elements += model.sequence_length * h
-    copied = (each.elements for each in layer_table(model, layout.tensor).weights if each.copies > 1)
-    return elements + layers_of_rank(spec, stage) * sum(copied)
+    layers = (layer for index in stages for layer in layers_of(model.layers, layout, index))
+    for layer, times in layers_of_kinds(spec, layers):
+        copied = (each.elements for each in layer_table(model, layout.tensor, layer).weights if each.copies > 1)
+        elements += times * sum(copied)
+    return elements

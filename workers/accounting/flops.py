@@ -124,7 +124,7 @@ class ParameterCounts(NamedTuple):
 
     @property
     def of_experts(self) -> ParameterCounts:
-        """Those of experts alone."""
+        """Parameters of experts alone."""
         return ParameterCounts(self.experts, 0, 0, 0, self.experts)
 
 

@@ -2,8 +2,8 @@
 output layer. Pure Python.
 
 A rank keeps its part of each unit; whole units are in buffers, of which layers use two in turns, and the embedding and
-the output layer a third. Vectors, learned positions, and what several tensor ranks hold (keys and values, of an
-adapter's two matrices one) are in no unit.
+the output layer a third. Vectors, learned positions, and what several tensor ranks hold (keys and values, routers, of
+an adapter's two matrices one) are in no unit.
 """
 
 from __future__ import annotations

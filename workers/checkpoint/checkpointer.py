@@ -332,6 +332,7 @@ class Checkpointer:
         except CheckpointError as error:
             problem = error
         agree(self.comm, problem)
+        self.engine.forget_small()
         load_parts(self.engine, parts | {name: torch.tensor(values) for name, values in manifest.small.items()})
         return manifest.numbers
 

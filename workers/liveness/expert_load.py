@@ -91,6 +91,8 @@ class ExpertLoads:
 
     def by_rank(self, tokens: Tokens) -> list[float]:
         """For each rank the tokens that its experts get in all its layers, over the mean of the ranks of its stage."""
+        if self._size == 1:
+            return [1.0] * len(self._places)
         parts = [self._parts(counts) for counts in tokens]
         loads = [self._ratios([sum(column) for column in zip(*(parts[row] for row in rows), strict=True)])
                  for rows in self._rows]  # fmt: skip

@@ -46,7 +46,7 @@ class HeadParts(NamedTuple):
     size: int
     """Width in core attention (d)."""
     factor: float
-    """That of the scores, since core attention divides them by sqrt(d)."""
+    """Makes up for core attention, which divides scores by sqrt(d)."""
 
 
 class LatentAttention(HeadsAttention):

@@ -60,7 +60,7 @@ class Shared:
                 visible.band(self.spec.model.sequence_length, x)
 
     def router_bias(self, layer: int) -> torch.Tensor | None:
-        """That of one layer, [E], a view."""
+        """Of `router_biases`, the part of one layer, [E], a view."""
         return None if self.router_biases is None else self.router_biases[self.spec.model.expert_layers.index(layer)]
 
     def all_tables(self) -> list[torch.Tensor]:

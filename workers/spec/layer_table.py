@@ -294,7 +294,7 @@ class LayerTable:
 
     @cached_property
     def adaptable(self) -> tuple[Products, ...]:
-        """Those of the linear layers that targets of `train.lora` are among, in order."""
+        """Linear layers that targets of `train.lora` are among, in order."""
         known = set(ADAPTED.values())
         return tuple(
             each
@@ -525,8 +525,8 @@ def _expert_mlp(model: ModelConfig, tensor: int, expert: int) -> Block:
     shared = _mlp(model, tensor, moe.shared_size, "mlp.shared") if moe.shared_size else None
     norm, inner = _norm(model, "mlp"), moe.ffn_hidden_size // tensor
 
-    def weight(name: str, rows: int, columns: int) -> Weight:
-        return Weight(f"mlp.{name}", rows, columns, False, (_all_rows(f"mlp.{name}", rows),))
+    def weight(name: str, rows: int, columns: int, copies: int = 1) -> Weight:
+        return Weight(f"mlp.{name}", rows, columns, False, (_all_rows(f"mlp.{name}", rows),), copies)
 
     def matrices(name: str) -> tuple[Weight, Weight, Weight]:
         gate, up = (weight(f"experts.{name}.{each}", inner, h) for each in ("gate", "up"))
@@ -535,8 +535,8 @@ def _expert_mlp(model: ModelConfig, tensor: int, expert: int) -> Block:
     experts = Experts(
         norm.y,
         Tensor("mlp_experts_output", h, own=True),
-        weight("router", moe.experts, h),
-        weight("shared_gate", 1, h) if shared is not None and moe.shared_gate else None,
+        weight("router", moe.experts, h, copies=tensor),
+        weight("shared_gate", 1, h, copies=tensor) if shared is not None and moe.shared_gate else None,
         tuple(matrices(str(number)) for number in range(moe.experts // expert)),
         moe.experts,
         moe.per_token,

@@ -38,5 +38,5 @@ def _of_experts(spec: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(moe, Mapping):
         return ()
     balance = moe.get("balance")
-    has_loss = isinstance(balance, Mapping) and balance.get("loss") != "none"
-    return (EXPERT_LOAD, *((BALANCE_LOSS,) if has_loss else ()))
+    balances = isinstance(balance, Mapping) and balance.get("loss") != "none" and balance.get("weight") != 0
+    return (EXPERT_LOAD, *((BALANCE_LOSS,) if balances or moe.get("router_z_loss") else ()))

@@ -133,7 +133,7 @@ _GPT2: _Groups = (
 
 
 def _groups(model: ModelConfig, layer: int) -> _Groups:
-    """Those of a layer."""
+    """Tensors of a layer."""
     if model.family == "gpt":
         return _GPT2
     attention = _ATTENTION if model.latent_attention is None else _latent_attention(model)

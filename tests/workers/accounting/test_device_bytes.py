@@ -26,12 +26,14 @@ from manta.workers.accounting.layer_passes import LayerPasses
 from manta.workers.accounting.routed_bytes import bytes_for, counted_rows, worst_bytes
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
+from manta.workers.accounting.unit_bytes import units_of
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.config import JobSpec
 from manta.workers.engine import Engine
 from manta.workers.parallel.data import offloaded
 from manta.workers.parallel.data.elastic_sums import LeafSum
+from manta.workers.parallel.data.flat import Slot, Unit
 from manta.workers.parallel.tensor.cross_entropy import BLOCK_ELEMENTS, BLOCK_ROWS
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -208,6 +210,19 @@ def assert_as_accounted(job_spec: JobSpec, stage: int) -> None:
         else:
             assert accounted.parameters + accounted.gradients + accounted.optimizer == pytest.approx(resting, rel=0.005)
     assert accounted.total == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.parametrize(("family", "tensor"), [("latent", 1), ("experts, shared", 1), ("experts, shared", 2)])
+def test_units_have_the_elements_that_the_engine_gives_them(family, tensor):
+    sharded = job(family, 2, SHARDED | {"zero": 3, "tensor": tensor}, frozen=["layers.0-3"])
+    with pretended_gpu():
+        flat = FakeRank(sharded, 0).engine.flat
+
+    def elements(slots: list[Slot], unit: Unit) -> int:
+        return sum(slot.end - slot.start for slot in slots if flat.unit_of(slot.entry.parameter) is unit)
+
+    found = [(elements(flat.slots, unit), elements(flat.frozen, unit)) for unit in flat.units]
+    assert found == [(unit.trained, unit.frozen) for unit in units_of(sharded)]
 
 
 @pytest.mark.parametrize(

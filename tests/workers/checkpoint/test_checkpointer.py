@@ -106,6 +106,14 @@ def test_states_are_copied_into_the_same_memory_which_is_there_before_the_first_
     assert is_still(trainer, before)
 
 
+def test_small_state_that_a_checkpoint_lacks_is_that_before_the_first_step(trainer):
+    trainer.train_step()
+    trainer.state.checkpoints.finish()
+    trainer.engine.loss_scale.state.fill_(8.0)
+    trainer.state.checkpoints.restore(str(complete_checkpoints(trainer.state.checkpoints.folder)[-1][0]))
+    assert trainer.engine.loss_scale.state.tolist() == [1.0, 0.0]
+
+
 def test_rank_that_reads_a_checkpoint_shows_progress(trainer, monkeypatch):
     """However slow the store is: who stands still for five minutes is killed, and would be killed again."""
     trainer.train_step()

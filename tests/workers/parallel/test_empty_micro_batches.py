@@ -18,10 +18,10 @@ from manta.workers.engine import Engine
 from manta.workers.spec.reading import parse_job_spec
 
 GROUPED = {"family": "llama", "kv_heads": 2}
-DEEPSEEK = {
+LATENT = {
     "family": "deepseek",
-    "latent_attention": {"q_rank": 12, "kv_rank": 8, "rope_size": 4, "nope_size": 4, "value_size": 4},
-    "moe": {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "router_z_loss": 0.01},
+    "latent_attention": {"q_rank": 8, "kv_rank": 8, "rope_size": 4, "nope_size": 6, "value_size": 6},
+    "moe": {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "balance": {"bias_rate": 0.1}},
 }
 JOBS: list[dict[str, dict[str, Any]]] = [
     {"model": {"dropout": 0.1}, "train": {"attention": "explicit"}, "parallel": {"recompute": "selective"}},
@@ -53,8 +53,11 @@ JOBS: list[dict[str, dict[str, Any]]] = [
             ("ring", "explicit"),
         )
     ),
-    {"model": DEEPSEEK, "parallel": {"data": 2, "tensor": 2, "recompute": "full"}},
     {"parallel": {"data": 2, "zero": 0, "tensor": 2}, "train": {"lora": {"rank": 2, "dropout": 0.2}}},
+    *(
+        {"model": LATENT, "parallel": {"data": 2, "tensor": 2, "expert": expert, "recompute": "selective"}}
+        for expert in (1, 2)
+    ),
 ]
 
 

@@ -30,7 +30,7 @@ def exchanged(comm: Comm, layout: ParallelConfig, experts: int, given: list[list
 
 
 def through_experts(exchange: Any, given: Given, experts: int, numbers: range, most: int) -> Made:
-    """The same through any exchange, for a rank that has experts of these `numbers`."""
+    """What `exchanged` computes of one case, through any exchange, for a rank that has experts of these `numbers`."""
     rows_nh, choice_nk, factors_nk = given
     counts = torch.bincount(choice_nk.flatten(), minlength=experts)
     plan = exchange.start(choice_nk, counts, most).finished()

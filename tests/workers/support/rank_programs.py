@@ -143,7 +143,7 @@ def run_steps_offloaded(comm: Comm, *given: Any) -> list:
 
 
 def run_steps_beside_nothing(comm: Comm, *given: Any) -> list:
-    """The same, with micro-batches without samples before and after those of each step."""
+    """What `run_steps` does, with micro-batches without samples before and after those of each step."""
     with_samples = own_micro_batches
 
     def all_of_them(spec: JobSpec, *where: Any) -> list[MicroBatch]:

@@ -146,13 +146,14 @@ class Agreement:
         squared norm by pipeline and tensor rank. [micro-batches of the global batch, c]: loss and z-loss of each, by
         context rank."""
         self.balance_losses = slices[5]
-        """The same of the routers' own losses, or [1]: their sum, or [0]."""
+        """Routers' own losses: [micro-batches of the global batch, c] with elastic sums, else [1]; [0] if there are
+        none."""
 
     def sum(self) -> None:
-        """Sum over all ranks. Raises PeerLost."""
-        self._comm.all_reduce("world", self._values)
+        """Sum over all ranks, the vector last: who has its sum knows that all ranks came so far. Raises PeerLost."""
         if self.expert_tokens is not None:
             self._comm.all_reduce("world", self.expert_tokens)
+        self._comm.all_reduce("world", self._values)
 
 
 class StepSums:

@@ -138,7 +138,6 @@ class FlatParameters:
         `expert`: number of neighbouring holders over which experts are spread."""
         self.holders, self.holder, self.expert = holders, holder, expert
         self.zero = zero
-        self._in_model = {entry.parameter: number for number, entry in enumerate(shards)}
         trained = [entry for entry in shards if entry.parameter.requires_grad]
 
         def order(entry: NamedShard) -> tuple[int, bool]:  # stable: else the model's order
@@ -172,6 +171,8 @@ class FlatParameters:
             self.buckets = []
             for (name, start), end in zip(begins, ends, strict=True):
                 self.buckets += [(start, end)] if name == _TAIL else _buckets(start, end, together, elements)
+        self.bucket_order = self._bucket_order(shards)
+        """Numbers of the buckets but the tail, by the first of their parameters in the model's order."""
         self.frozen_buckets = [(self.size, self.total_size)]
         """Ranges of frozen parameters of which each holder answers for a part: all, or those of experts apart. Under
         ZeRO 3 these are units, and perhaps a tail, which is whole on every rank."""
@@ -358,11 +359,13 @@ class FlatParameters:
         """Whether a bucket has experts that are spread over the holders."""
         return any(start <= bucket[0] < end for start, end in self._expert_ranges)
 
-    def first_in_model(self, number: int) -> tuple[int, int]:
-        """A key that sorts buckets by the first of their parameters in the model's order."""
-        (start, end), last = self.buckets[number], len(self._in_model)
-        inside = (self._in_model[slot.entry.parameter] for slot in self.slots if slot.start < end and start < slot.end)
-        return min(inside, default=last), number
+    def _bucket_order(self, shards: Iterable[NamedShard]) -> list[int]:
+        number_of = {entry.parameter: number for number, entry in enumerate(shards)}
+        starts, firsts = [start for start, _ in self.buckets], [len(number_of)] * len(self.buckets)
+        for slot in self.slots:
+            for bucket in range(bisect_right(starts, slot.start) - 1, bisect_right(starts, slot.end - 1)):
+                firsts[bucket] = min(firsts[bucket], number_of[slot.entry.parameter])
+        return sorted(range(len(starts) - 1), key=firsts.__getitem__)
 
     def same_on_tensor_ranks(self) -> list[Range]:
         """Ranges of parameters, frozen or not, that every tensor rank holds as a whole."""

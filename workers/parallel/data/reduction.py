@@ -37,7 +37,7 @@ class GradientReduction:
         }
         self._awaited: dict[nn.Parameter, int] = {}
         self._incomplete: list[int] = []
-        self._order = sorted(range(len(flat.buckets) - 1), key=flat.first_in_model, reverse=True)
+        self._order = flat.bucket_order[::-1]
         """Buckets but the tail, in the order in which they start."""
         self._next = 0
         """How many of these have started."""

@@ -375,8 +375,7 @@ class ArrivingParameters:
     def start(self, parts: Sequence[torch.Tensor]) -> None:
         """Begin to gather every replica's `parts`, one per bucket, which may be in the flat parameters already."""
         self.wait()
-        numbers = sorted(range(len(parts) - 1), key=self._flat.first_in_model)
-        for number in (len(parts) - 1, *numbers):
+        for number in (len(parts) - 1, *self._flat.bucket_order):
             start, end = bucket = self._flat.buckets[number]
             full, axis = self._flat.parameters[start:end], holders_of(self._flat, bucket, self._comm)
             self._under_way[number] = self._comm.start_all_gather(axis, parts[number], full)[1]

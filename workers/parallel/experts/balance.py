@@ -58,7 +58,7 @@ class RouterLosses:
     def value(
         self, logits_ne: torch.Tensor, scores_ne: torch.Tensor, counts_be: torch.Tensor | None, order: TokenOrder
     ) -> torch.Tensor:
-        """Their weighted sum over the sequences of a micro-batch, of this rank's tokens, scalar."""
+        """The weighted sum of the losses over the sequences of a micro-batch, of this rank's tokens, scalar."""
         total, moe = logits_ne.new_zeros(()), self._moe
         if counts_be is not None:
             shares = scores_ne if moe.score == "softmax" else scores_ne / scores_ne.sum(-1, keepdim=True)

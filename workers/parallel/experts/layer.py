@@ -55,7 +55,9 @@ class _Matrix(ShardedModule):
         if split_dim is not None:
             local[split_dim] //= region.tensor_size
             start = region.comm.index("tensor") * local[split_dim]
-        shard = ParameterShard(shape, split_dim, start, partial=split_dim is None, std=std)
+        # Of a single tensor rank it is like any other matrix, which ZeRO 2 and 3 divide.
+        stored = 0 if split_dim is None and region.tensor_size == 1 else split_dim
+        shard = ParameterShard(shape, stored, start, partial=split_dim is None, std=std)
         self.weight = self.add_parameter("weight", (local[0], local[1]), shard)
 
     def wide_output(self, rows_ni: torch.Tensor) -> torch.Tensor:

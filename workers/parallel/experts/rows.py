@@ -60,7 +60,7 @@ class _Expert(NamedTuple):
     up: nn.Parameter
     down: nn.Parameter
     rows: slice
-    """Its rows among those of all experts."""
+    """Where the expert's rows are among those of all experts."""
     came_from: torch.Tensor
     """Which of the rows that came they are."""
 

@@ -56,7 +56,7 @@ def recomputation(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Ten
 
 
 def shared_recomputation(recompute: Recomputation) -> Recomputation:
-    """The same for two consumers of a tensor: the first one that asks computes it, the second one takes that."""
+    """A recomputation for two consumers of a tensor: the first one that asks computes it, the second one takes that."""
     computed: list[torch.Tensor] = []
 
     def once() -> torch.Tensor:

@@ -204,10 +204,8 @@ def test_spread_experts_have_buckets_that_only_their_own_holders_divide(holders,
         assert all(start % ALIGNMENT == 0 for start, _ in parts)
     if not frozen:
         assert names(flat.head()) == ["first", "second", "trained", "a", "b", "c"]
-        numbers = sorted(range(len(buckets) - 1), key=flat.first_in_model)
-        firsts = [
-            next(s.entry.name for s in slots if s.start < buckets[n][1] and buckets[n][0] < s.end) for n in numbers
-        ]
+        in_order = [buckets[number] for number in flat.bucket_order]
+        firsts = [next(s.entry.name for s in slots if s.start < end and start < s.end) for start, end in in_order]
         assert list(dict.fromkeys(firsts)) == ["first", "a", "b", "second", "c", "trained"], "in the model's order"
 
 
