@@ -83,9 +83,7 @@ class Bounds:
 
         return self._once(("passes", *_layer_of(candidate), threads, counted, expert), make)
 
-    def _sizes(
-        self, tensor: int, experts: tuple[int, int] | None = None
-    ) -> tuple[ParameterCounts, ParameterCounts]:
+    def _sizes(self, tensor: int, experts: tuple[int, int] | None = None) -> tuple[ParameterCounts, ParameterCounts]:
         """All parameters on one of `tensor` tensor ranks, and those with gradients. `experts`: number of ranks that they
         are spread over, and of tensor ranks that share each."""
 

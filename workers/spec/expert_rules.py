@@ -100,9 +100,10 @@ def _widths_are_split(spec: JobSpec) -> Iterator[Problem]:
     moe, tensor = spec.model.moe, spec.layout.tensor
     if moe is None or spec.model.heads % tensor:
         return  # the tensor size is wrong first
-    keys = {"ffn_hidden_size": moe.ffn_hidden_size} if spec.layout.expert_split == tensor else {}
-    if moe.shared and moe.shared_ffn_hidden_size is not None:
-        keys["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
+    are_split = spec.layout.expert_split == tensor
+    keys = {"ffn_hidden_size": moe.ffn_hidden_size} if are_split else {}
+    if moe.shared and not (are_split and moe.shared_ffn_hidden_size is None):  # which follows from the other
+        keys["shared_ffn_hidden_size"] = moe.shared_size
     for key, width in keys.items():
         if width % tensor:
             problem = f"{key} ({width}) must be a multiple of parallel.tensor ({tensor}), which shares each expert"
@@ -112,7 +113,9 @@ def _widths_are_split(spec: JobSpec) -> Iterator[Problem]:
 def _experts_are_spread(spec: JobSpec) -> Iterator[Problem]:
     layout, moe, size = spec.layout, spec.model.moe, spec.layout.expert_size
     if layout.expert_dispatch is not None and layout.exchange_size == 1:
-        why = f"parallel.expert is {size}" if size == 1 else f"tensor ranks, which have all {size} parts, have all tokens"
+        why = (
+            f"parallel.expert is {size}" if size == 1 else f"tensor ranks, which have all {size} parts, have all tokens"
+        )
         yield Problem("parallel.expert_dispatch", f"has no effect: {why}", "null")
     if moe is None:
         if size > 1:
@@ -148,7 +151,9 @@ def _whole_experts_problem(layout: ParallelConfig, experts: int) -> Problem | No
         problem = f"model.moe.experts ({experts}) must be a multiple of parallel.tensor ({tensor}), whose ranks have"
         return Problem("parallel.expert_tensor", f"{problem} different experts", "null")
     if size % tensor:
-        problem = f"expert ({size}) must be a multiple of parallel.tensor ({tensor}): with expert_tensor 1, tensor ranks"
+        problem = (
+            f"expert ({size}) must be a multiple of parallel.tensor ({tensor}): with expert_tensor 1, tensor ranks"
+        )
         return Problem("parallel.expert", f"{problem} are among those that experts are spread over", str(tensor))
     return None
 

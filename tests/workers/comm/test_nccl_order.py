@@ -156,8 +156,13 @@ def test_every_order_mistake_of_hops_and_of_units_is_found(corpus):
 def of_experts(schedule: str, layout: tuple[int, int, int], dispatch: str, corpus: str, **more: object) -> JobSpec:
     """A job whose experts are spread over two ranks."""
     moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "first_dense": 1}
-    parallel = {"expert": 2, "expert_dispatch": dispatch, "bucket_megabytes": 0.01}
+    spread = {key: more.pop(key) for key in WHOLE if key in more}
+    parallel = {"expert": 2, "expert_dispatch": dispatch, "bucket_megabytes": 0.01} | spread
     return job_of(row(schedule, layout, family="llama", **more), corpus, model={"moe": moe}, parallel=parallel)
+
+
+WHOLE = {"expert": 4, "expert_tensor": 1}
+"""Whole experts on each of two tensor ranks."""
 
 
 def alike(scores_ne: torch.Tensor, bias_e: torch.Tensor | None, moe: MoeConfig) -> torch.Tensor:
@@ -174,6 +179,7 @@ def alike(scores_ne: torch.Tensor, bias_e: torch.Tensor | None, moe: MoeConfig) 
         ("1f1b", (1, 1, 4), {"recompute": "full", "zero": 0}),
         ("zb-v", (1, 2, 2), {}),
         ("1f1b", (2, 2, 2), {"precision": "bf16", "recompute": "full"}),
+        ("1f1b", (2, 1, 2), WHOLE),
         ("1f1b", (1, 1, 2), {"context_method": "ring"}),
         *(pytest.param(each, (2, 2, 2), {"recompute": "full"}, marks=pytest.mark.soak) for each in SCHEDULES),
     ],

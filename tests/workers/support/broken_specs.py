@@ -65,6 +65,9 @@ RULES: list[tuple[str, dict[str, Any], str, str, str | None]] = [
      "parallel.expert_tensor", "model.moe.experts (6) must be a multiple of parallel.tensor (4)", "null"),
     ("whole experts on more ranks than there are", experts(parallel={"tensor": 2, "expert": 4, "expert_tensor": 1}),
      "parallel.expert", "expert (4) must divide parallel.data x tensor (2): experts are spread over replicas and", "2"),
+    ("shared experts beside whole ones", experts(
+        {"ffn_hidden_size": 15, "shared": 1}, parallel={"tensor": 2, "expert": 2, "expert_tensor": 1}),
+     "model.moe.shared_ffn_hidden_size", "shared_ffn_hidden_size (15) must be a multiple of parallel.tensor (2)", "14"),
     ("a dispatch within a tensor group",
      experts(parallel={"tensor": 2, "expert": 2, "expert_tensor": 1, "expert_dispatch": "all_gather"}),
      "parallel.expert_dispatch", "has no effect: tensor ranks, which have all 2 parts, have all tokens", "null"),
