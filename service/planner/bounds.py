@@ -84,8 +84,8 @@ class Bounds:
         return self._once(("passes", *_layer_of(candidate), threads, counted, expert), make)
 
     def _sizes(self, tensor: int, experts: tuple[int, int] | None = None) -> tuple[ParameterCounts, ParameterCounts]:
-        """All parameters on one of `tensor` tensor ranks, and those with gradients. `experts`: number of ranks that they
-        are spread over, and of tensor ranks that share each."""
+        """All parameters on one of `tensor` tensor ranks, and those with gradients. `experts`: number of ranks that
+        they are spread over, and of tensor ranks that share each."""
 
         def make() -> tuple[ParameterCounts, ParameterCounts]:
             shape = self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor

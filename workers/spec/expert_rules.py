@@ -113,9 +113,7 @@ def _widths_are_split(spec: JobSpec) -> Iterator[Problem]:
 def _experts_are_spread(spec: JobSpec) -> Iterator[Problem]:
     layout, moe, size = spec.layout, spec.model.moe, spec.layout.expert_size
     if layout.expert_dispatch is not None and layout.exchange_size == 1:
-        why = (
-            f"parallel.expert is {size}" if size == 1 else f"tensor ranks, which have all {size} parts, have all tokens"
-        )
+        why = "parallel.expert is 1" if size == 1 else f"tensor ranks, which have all {size} parts, have all tokens"
         yield Problem("parallel.expert_dispatch", f"has no effect: {why}", "null")
     if moe is None:
         if size > 1:
@@ -123,10 +121,10 @@ def _experts_are_spread(spec: JobSpec) -> Iterator[Problem]:
         if layout.expert_tensor is not None:
             yield Problem("parallel.expert_tensor", "has no effect: the model has no experts (model.moe)", "null")
         return
-    if layout.expert_tensor is not None and (problem := _whole_experts_problem(layout, moe.experts)) is not None:
-        yield problem
-        return
-    if size == 1:
+    of_whole = None if layout.expert_tensor is None else _whole_experts_problem(layout, moe.experts)
+    if of_whole is not None:
+        yield of_whole
+    if of_whole is not None or size == 1:
         return
     unit = layout.tensor // layout.expert_split
     nearest = str(unit * nearest_divisor(math.gcd(layout.holders, moe.experts // unit), max(1, size // unit)))
@@ -151,10 +149,8 @@ def _whole_experts_problem(layout: ParallelConfig, experts: int) -> Problem | No
         problem = f"model.moe.experts ({experts}) must be a multiple of parallel.tensor ({tensor}), whose ranks have"
         return Problem("parallel.expert_tensor", f"{problem} different experts", "null")
     if size % tensor:
-        problem = (
-            f"expert ({size}) must be a multiple of parallel.tensor ({tensor}): with expert_tensor 1, tensor ranks"
-        )
-        return Problem("parallel.expert", f"{problem} are among those that experts are spread over", str(tensor))
+        problem = f"expert ({size}) must be a multiple of parallel.tensor ({tensor}): with expert_tensor 1, experts are"
+        return Problem("parallel.expert", f"{problem} spread over tensor ranks too", str(tensor))
     return None
 
 

@@ -2,10 +2,10 @@
 
 What enters is gathered once, and all that the router, the experts and the shared experts compute is a part of the
 tensor-parallel region: each expert, and the shared experts as one MLP, are split over tensor ranks by their inner
-width, or tensor ranks have different whole experts, and their partial sums leave the region together. The router, and the gate of the shared experts, are whole on
-every tensor rank, where they compute equal bits. A token's factor for an expert gets its gradient from each rank's part
-of the inner width, or from the rank that has the expert, so the gradients of router and gate are partial sums too; only tensor rank 0 adds the router's own
-losses.
+width, or tensor ranks have different whole experts, and their partial sums leave the region together. The router, and
+the gate of the shared experts, are whole on every tensor rank, where they compute equal bits. A token's factor for an
+expert gets its gradient from each rank's part of the inner width, or from the rank that has the expert, so the
+gradients of router and gate are partial sums too; only tensor rank 0 adds the router's own losses.
 
 Shapes: s sequence, b micro-batch, n = s b tokens, h hidden, E experts, k experts per token, m rows of the experts that
 the rank has, f inner width on this rank, t tensor-parallel size.
