@@ -195,6 +195,23 @@ def test_exchanges_of_experts_obey_the_nccl_order_rules(
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_whole_experts_of_tensor_ranks_send_as_many_bytes_as_their_ranks_need(corpus, monkeypatch, dispatch):
+    """Each of four ranks has one expert, so that half of all tokens go to the other rank of the same tensor index."""
+    monkeypatch.setattr(experts, "chosen_experts", alike)
+    job = of_experts("1f1b", (2, 1, 2), dispatch, corpus, validates=False, **WHOLE)
+    starts = [each for each in recorded_job(job, 1)[0] if isinstance(each, Start)]
+    of_experts_alone = [each.what for each in starts if each.on.group.startswith("expert ")]
+    sent = sum(each.bytes for each in of_experts_alone if isinstance(each, Sum))
+    sent += sum(part.bytes for each in of_experts_alone if isinstance(each, tuple) for part in each if part.sends)
+    tokens, hidden = job.model.sequence_length, job.model.hidden_size
+    if dispatch == "all_gather":  # rows and factors, twice there and once back again in backward; and choices
+        each = 5 * tokens * hidden * 4 + 2 * tokens * (3 * 4 + 4)
+    else:  # and, of each choice, which row it is of; and how many there are for two ranks with an expert each
+        each = tokens // 2 * (5 * hidden * 4 + 3 * 4 + 8) + 8 * (2 + 2)
+    assert sent == job.micro_batches * len(job.model.expert_layers) * each + 4, "which were sent to connect the group"
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_every_order_mistake_in_exchanges_of_experts_is_found(corpus, monkeypatch, dispatch):
     monkeypatch.setattr(experts, "chosen_experts", alike)
     programs = recorded_job(of_experts("zb-h1", (1, 2, 2), dispatch, corpus), 1)
