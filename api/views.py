@@ -153,7 +153,7 @@ def dry_run_view(
 
 def _place(rank: int, layout: ParallelConfig) -> schemas.RankPlace:
     at = RankGrid(layout).coordinates(rank)
-    return answer(schemas.RankPlace, at, rank=rank, expert=layout.expert_index(at.data, at.context))
+    return answer(schemas.RankPlace, at, rank=rank, expert=layout.expert_index(at.tensor, at.data, at.context))
 
 
 NOT_PLANNED_YET = "a job is planned when it starts"
@@ -250,7 +250,7 @@ def rank_views(
 ) -> list[schemas.Rank]:
     """Ranks, with the `numbers` of those of the same generation. `layout`: the one that the job runs with."""
     known = [] if numbers is None else _numbers_by_rank(numbers)
-    experts = [None if layout is None else layout.expert_index(row.data, row.context) for row in rows]
+    experts = [None if layout is None else layout.expert_index(row.tensor, row.data, row.context) for row in rows]
     return [
         answer(schemas.Rank, row, expert=expert, **(known[row.rank] if row.rank < len(known) else {}))
         for row, expert in zip(rows, experts, strict=True)

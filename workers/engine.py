@@ -71,7 +71,7 @@ class Engine:
             *(self.model.named_shards(), layout.holders, comm.device, dtype, bucket_bytes, decayed),
             zero=layout.sharding,
             holder=comm.index(comm.grid.holders),
-            expert=layout.expert_size,
+            expert=layout.exchange_size,
         )
         if fp8 is not None:
             compute_in_fp8(self.model, fp8)

@@ -90,8 +90,12 @@ def _reshaped(layout: ParallelConfig, tensor: int, pipeline: int, context: int, 
     if context == 1 < layout.context:  # no other rank has keys and values
         changed |= {"context_method": None, "context_order": None}
     if expert != layout.expert_size:
-        changed |= {"expert": expert} if expert > 1 else {"expert": None, "expert_dispatch": None}
-    return layout.model_copy(update=changed)
+        changed |= {"expert": expert if expert > 1 else None}
+    if tensor == 1 or expert == 1:  # no tensor ranks are left that could have different experts
+        changed |= {"expert_tensor": None}
+    shape = layout.model_copy(update=changed)
+    # Of dispatch nothing is left either if a tensor group has all experts.
+    return shape if shape.exchange_size > 1 else shape.model_copy(update={"expert_dispatch": None})
 
 
 def resized(spec: JobSpec, replicas: int) -> JobSpec:

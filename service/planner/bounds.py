@@ -83,25 +83,25 @@ class Bounds:
 
         return self._once(("passes", *_layer_of(candidate), threads, counted, expert), make)
 
-    def _sizes(self, tensor: int, expert: int = 1) -> tuple[ParameterCounts, ParameterCounts]:
-        """All parameters on one of `tensor` tensor ranks, of `expert` ranks that experts are spread over, and those
-        with gradients."""
+    def _sizes(self, tensor: int, experts: tuple[int, int] | None = None) -> tuple[ParameterCounts, ParameterCounts]:
+        """All parameters on one of `tensor` tensor ranks, and those with gradients. `experts`: number of ranks that
+        they are spread over, and of tensor ranks that share each."""
 
         def make() -> tuple[ParameterCounts, ParameterCounts]:
             shape = self.job.model, tensor, padded_rows(self.job.vocabulary_size, tensor) // tensor
             names, lora = frozen_names(self.job), self.job.train.lora
-            whole, frozen = (parameter_counts(*shape, each, lora, expert) for each in (None, names))
+            whole, frozen = (parameter_counts(*shape, each, lora, experts) for each in (None, names))
             return whole, whole.minus(frozen)
 
-        return self._once(("sizes", tensor, expert), make)
+        return self._once(("sizes", tensor, experts), make)
 
     def _most_trained(self, candidate: Candidate) -> tuple[int, int]:
         """Most parameters of a rank that have gradients, at least one, and those of experts among them."""
         c = candidate
-        key = "most", c.tensor, c.pipeline, c.virtual_stages, c.schedule, c.stage_layers, c.expert
+        key = "most", c.tensor, c.pipeline, c.virtual_stages, c.schedule, c.stage_layers, c.experts
 
         def make() -> tuple[int, int]:
-            trained = self._sizes(c.tensor, c.expert)[1]
+            trained = self._sizes(c.tensor, c.experts)[1]
             whole, experts = (_of_ranks(c, self.counts(c), each) for each in (trained, trained.of_experts))
             return max((max(1, own), part) for own, part in zip(whole, experts, strict=True))
 
@@ -111,7 +111,7 @@ class Bounds:
         """Lower bound for the seconds of an update and of distributing it to all replicas, if `stages` of the
         pipeline's stages are on this cluster. It holds however layers are shared out: some rank has at least the mean
         number of parameters."""
-        _, trained = self._sizes(candidate.tensor, candidate.expert)
+        _, trained = self._sizes(candidate.tensor, candidate.experts)
         mean = max(1, (trained.before[-1] + trained.both) // candidate.pipeline)
         experts = trained.experts[-1] // candidate.pipeline
         spec, parts = candidate._replace(pipeline=stages).spec(self.job), self.passes(candidate)
@@ -126,7 +126,7 @@ class Bounds:
         # Bytes of a parameter, and what is kept for its training.
         own = width / (c.holders if c.zero == 3 else 1)
         state = own + 4 / (c.holders if c.zero >= 2 else 1) + moved / c.holders
-        of_experts = moved / (c.holders // c.expert) - moved / c.holders
+        of_experts = moved / c.expert_holders - moved / c.holders
         if is_partly_frozen(self.job) or layers_differ(self.job):
             return self._min_bytes_in_part(c, counts, own, state - own, of_experts)
         # If chunks turn back and there are few micro-batches, the last chunk's may be released before all of the first
@@ -139,7 +139,7 @@ class Bounds:
             return most + in_flight * layers * kept
         # Of unequal stages, either the first rank, which has most micro-batches, or the one with the most parameters.
         layers = counts[0] if turns_back else sum(counts[:: c.pipeline])
-        sizes = self._sizes(c.tensor, c.expert)[0]
+        sizes = self._sizes(c.tensor, c.experts)[0]
         first = _of_ranks(c, counts, sizes)[0] * state + _of_ranks(c, counts, sizes.of_experts)[0] * of_experts
         return max(first + in_flight * layers * kept, most)
 
@@ -150,7 +150,7 @@ class Bounds:
         more for each of these that is an expert's. The first rank has as many micro-batches in flight as there are
         ranks, each later one has one less. For schedules with several chunks only the first rank is looked at, and if
         chunks turn back only its first one."""
-        whole, with_gradients = self._sizes(candidate.tensor, candidate.expert)
+        whole, with_gradients = self._sizes(candidate.tensor, candidate.experts)
         before = self._kept_before(candidate)
         kept = _of_ranks(candidate, counts, ParameterCounts(before, 0, 0, 0, before))
         if SCHEDULES[candidate.schedule].turns_back:
@@ -228,7 +228,7 @@ class Bounds:
         """A step that ends like this one, and the seconds of its tied gradients and of its update: the same for all
         micro-batches and recomputations, unless something of it depends on passes."""
         c = candidate
-        key = "end", c.tensor, c.pipeline, c.data, c.context, c.virtual_stages, c.schedule, c.expert
+        key = "end", c.tensor, c.pipeline, c.data, c.context, c.virtual_stages, c.schedule, c.experts
 
         def make() -> tuple[StepModel, float, float]:
             model = self.model(c)
@@ -359,7 +359,7 @@ class Bounds:
 def _layer_of(candidate: Candidate) -> tuple[object, ...]:
     """A key that is equal for candidates whose layers are."""
     c = candidate
-    return c.tensor, c.context, c.method, c.micro_batch, c.recompute, c.expert
+    return c.tensor, c.context, c.method, c.micro_batch, c.recompute, c.experts
 
 
 def _of_ranks(candidate: Candidate, counts: Counts, of: ParameterCounts) -> list[int]:

@@ -135,7 +135,7 @@ def _words(model: StepModel) -> dict[str, tuple[str, str]]:
             _either(*_less_context(spec)),
         ),
         "expert": (
-            f"sending tokens to the {layout.expert_size} ranks of their experts, and results back ({dispatch})",
+            f"sending tokens to the {layout.exchange_size} ranks of their experts, and results back ({dispatch})",
             _either(*_less_dispatch(spec)),
         ),
         "copies": (
@@ -162,7 +162,7 @@ def _less_context(spec: JobSpec) -> Iterator[str]:
 
 def _less_dispatch(spec: JobSpec) -> Iterator[str]:
     """What makes expert-parallel ranks communicate less."""
-    if spec.layout.expert_size > 1:
+    if spec.layout.exchange_size > 1:
         yield "a smaller parallel.expert, where memory allows"
         yield "one whose ranks share a node (fewer pipeline stages or a smaller tensor size bring them together)"
 

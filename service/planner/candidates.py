@@ -70,6 +70,18 @@ class Candidate(NamedTuple):
     zero: int = 1
     expert: int = 1
     """Ranks that the experts of a layer are spread over."""
+    whole_experts: bool = False
+    """Whether tensor ranks are among these, and each expert is whole on one."""
+
+    @property
+    def experts(self) -> tuple[int, int]:
+        """Number of ranks that experts are spread over, and of tensor ranks that share each."""
+        return self.expert, 1 if self.whole_experts else self.tensor
+
+    @property
+    def expert_holders(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.ranks // self.pipeline // (self.expert * self.experts[1])
 
     @property
     def holders(self) -> int:
@@ -121,6 +133,7 @@ class Candidate(NamedTuple):
         order = wish.context_order if self.context > 1 else None
         chosen |= {"context_method": self.method, "context_order": order, "sequence_parallel": None}
         chosen |= {"expert": self.expert if self.expert > 1 else None, "expert_dispatch": None}
+        chosen["expert_tensor"] = 1 if self.whole_experts else None
         layout = wish.model_copy(update=chosen)
         train = job.train.model_copy(update={"micro_batch_size": self.micro_batch})
         return job.model_copy(update={"parallel": layout, "train": train})
@@ -137,9 +150,11 @@ def candidates(job: JobSpec, cluster: Cluster) -> Iterator[Candidate]:
             whole = batch % (data * pipeline * micro_batch) == 0
             for schedule, virtual_stages in schedules(job.model.layers, pipeline, whole and m % pipeline == 0, every):
                 methods = METHODS if context > 1 else (None,)
-                for recompute, method, expert in product(RECOMPUTE, methods, expert_sizes(job, data * context)):
+                spreads = [(size, False) for size in expert_sizes(job, data * context)]
+                spreads += [(size, True) for size in whole_expert_sizes(job, data * context, tensor)]
+                for recompute, method, spread in product(RECOMPUTE, methods, spreads):
                     shape = pipeline, tensor, data, virtual_stages, schedule, micro_batch, recompute, ()
-                    yield Candidate(*shape, context, method, 1, expert)
+                    yield Candidate(*shape, context, method, 1, *spread)
 
 
 def expert_sizes(job: JobSpec, holders: int) -> list[int]:
@@ -147,6 +162,14 @@ def expert_sizes(job: JobSpec, holders: int) -> list[int]:
     be best: larger ones hold fewer weights and have more rows for each product, smaller ones communicate less."""
     moe = job.model.moe
     return [1] if moe is None else divisors(math.gcd(moe.experts, holders))
+
+
+def whole_expert_sizes(job: JobSpec, holders: int, tensor: int) -> list[int]:
+    """Expert-parallel sizes with whole experts on tensor ranks, whose products are wider than parts of experts."""
+    moe = job.model.moe
+    if moe is None or tensor == 1 or moe.experts % tensor:
+        return []
+    return [tensor * size for size in divisors(math.gcd(moe.experts // tensor, holders))]
 
 
 def micro_batch_sizes(job: JobSpec, share: int) -> list[int]:

@@ -36,7 +36,7 @@ class Groups:
     """Ranks that hold the same parameters: those of all replicas and context ranks."""
     context: Group
     expert: Group
-    """Ranks that the experts of a layer are spread over."""
+    """Ranks that exchange tokens, among those that the experts of a layer are spread over."""
     expert_holders: Group
     """Ranks that hold the same experts."""
     stage_stride: int
@@ -67,7 +67,7 @@ def _expert_groups(
 ) -> tuple[Group, Group]:
     """An expert group, whose ranks are consecutive holders (context ranks first), and the ranks with the same
     experts."""
-    t, c, e = layout.tensor, layout.context, layout.expert_size
+    t, c, e = layout.tensor, layout.context, layout.exchange_size
     inside = math.gcd(e, c)  # in the same replica
     groups = []
     for of_context, stride, of_data, apart in (

@@ -3,7 +3,7 @@ their experts and back. Pure Python.
 
 Shapes: n tokens of the micro-batch, h hidden, f inner width of an expert on the rank, E experts, of which each token
 goes to k, e expert-parallel ranks, r rows of the rank's experts: n k with e = 1, and on average with e > 1, where the
-busiest rank counts, with `Software.imbalance` times as many.
+busiest rank counts, with `Software.imbalance` times as many; with whole experts on t tensor ranks n k / t.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 from manta.service.cluster.sizes import sizes_of
 from manta.service.planner.beside_steps import BesideSteps, beside_steps
 from manta.service.planner.budget import Share, sentences, step_shares
-from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS, expert_sizes
+from manta.service.planner.candidates import METHODS, MIN_CONTEXT_TOKENS, expert_sizes, whole_expert_sizes
 from manta.service.planner.hardware import Cluster
 from manta.service.planner.long_run import Advice, NeverFinishes, Run, advise
 from manta.service.planner.memory import by_stage, fits
@@ -210,10 +210,16 @@ def _spreads(spec: JobSpec) -> Iterator[dict[str, Any]]:
     """Other ways to spread experts over ranks: the next sizes, and the other dispatch."""
     layout, moe = spec.layout, spec.model.moe
     sizes = expert_sizes(spec, layout.holders)
+    whole = whole_expert_sizes(spec, layout.holders, layout.tensor)
+    if layout.expert_tensor is not None:
+        sizes = whole
+        yield {"expert": layout.exchange_size, "expert_tensor": None}
+    elif whole:
+        yield {"expert": layout.expert_size * layout.tensor, "expert_tensor": 1}
     if layout.expert_size in sizes:
         at = sizes.index(layout.expert_size)
         yield from ({"expert": size} for size in (*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]))
-    if moe is not None and layout.expert_size > 1:
+    if moe is not None and layout.exchange_size > 1:
         now = layout.dispatch(moe.per_token)
         yield {"expert_dispatch": "all_to_all" if now == "all_gather" else "all_gather"}
 

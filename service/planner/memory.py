@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from manta.service.planner.candidates import MIN_CONTEXT_TOKENS, expert_sizes
+from manta.service.planner.candidates import MIN_CONTEXT_TOKENS, expert_sizes, whole_expert_sizes
 from manta.service.planner.hardware import GIB, Cluster, Machine, parts_of
 from manta.service.planner.stage_shares import chunks_of, shared_out
 from manta.workers.accounting.activation_bytes import host_bytes_of_rank
@@ -271,7 +271,9 @@ def _changes(spec: JobSpec, usable: float, machine: Machine) -> Iterator[tuple[s
 
     if layout.holders > 1 and not layout.zero:
         yield "parallel.zero: 1", with_layout(zero=1)
-    for expert in expert_sizes(spec, layout.holders):
+    whole = layout.expert_tensor is not None
+    sizes = whole_expert_sizes(spec, layout.holders, layout.tensor) if whole else expert_sizes(spec, layout.holders)
+    for expert in sizes:
         if expert > layout.expert_size:
             yield f"parallel.expert: {expert}", with_layout(expert=expert)
     if layout.expert_size == 1 and layout.holders > 1 and layout.pipeline == 1:

@@ -242,7 +242,7 @@ class StepModel:
     @property
     def _regions(self) -> tuple[tuple[int, Group], ...]:
         """Trained parameters by the ranks that hold them."""
-        apart = self._experts if self.spec.layout.expert_size > 1 else 0
+        apart = self._experts if self.spec.layout.exchange_size > 1 else 0
         return (self.parameters - apart, self.groups.holders), (apart, self.groups.expert_holders)
 
     def pipeline(self) -> Pipeline:

@@ -112,6 +112,7 @@ def _with_layout(spec: JobSpec, elastic: ElasticConfig, cluster: Cluster, free: 
     layout, among = plan.spec.layout, sum(part.gpus for part in free.parts)
     context = f", context {layout.context} ({layout.context_method})" if layout.context > 1 else ""
     context += f", expert {layout.expert}" if layout.expert_size > 1 else ""
+    context += " (whole on tensor ranks)" if layout.expert_tensor is not None else ""
     zero = f", zero {layout.zero}" if layout.zero > 1 else ""
     note = (
         f"parallel: {layout.tensor}x{layout.pipeline}x{layout.data} (tensor x pipeline x data){context}{zero}, "

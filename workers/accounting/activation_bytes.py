@@ -56,7 +56,7 @@ class ExpertRows(NamedTuple):
     largest: int
     """Rows of the expert that gets most."""
     came: int
-    """Tokens that came from the expert group; 0 if the rank has all experts."""
+    """Tokens that came from the expert group; 0 if the tensor group has all experts."""
 
 
 def planned_rows(spec: JobSpec, imbalance: float = IMBALANCE) -> ExpertRows:
@@ -66,22 +66,23 @@ def planned_rows(spec: JobSpec, imbalance: float = IMBALANCE) -> ExpertRows:
 
 def worst_rows(spec: JobSpec) -> ExpertRows:
     """The most that a rank can get: the experts of all tokens of the group are there."""
-    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.exchange_size, tokens_of(spec)
     assert moe is not None
-    came = size * tokens
-    return ExpertRows(came * min(moe.per_token, moe.experts // size), came, came if size > 1 else 0)
+    came, own = size * tokens, moe.experts // spec.layout.expert_size
+    return ExpertRows(came * min(moe.per_token, own), came, came if size > 1 else 0)
 
 
 def rows_of_share(spec: JobSpec, of_rank: float, of_expert: float) -> ExpertRows:
     """Rows of a rank with `of_rank` times as many as the mean rank, of whose experts one has `of_expert` times as many
     as the mean expert."""
-    moe, size, (tokens, _) = spec.model.moe, spec.layout.expert_size, tokens_of(spec)
+    moe, size, (tokens, _) = spec.model.moe, spec.layout.exchange_size, tokens_of(spec)
     assert moe is not None
-    worst, mean = worst_rows(spec), tokens * moe.per_token
-    largest = min(worst.came or tokens, math.ceil(of_expert * mean * size / moe.experts))
+    part = size / spec.layout.expert_size  # tensor ranks have other experts, and the same tokens
+    worst, mean = worst_rows(spec), tokens * moe.per_token * part
+    largest = min(worst.came or tokens, math.ceil(of_expert * (tokens * moe.per_token) * size / moe.experts))
     came = worst.came
     if size > 1 and spec.layout.dispatch(moe.per_token) == "all_to_all":
-        came = min(came, math.ceil(of_rank * tokens * ranks_per_token(moe, size)))
+        came = min(came, math.ceil(of_rank * tokens * ranks_per_token(moe, spec.layout.expert_size) * part))
     return ExpertRows(min(worst.all, math.ceil(of_rank * mean)), largest, came)
 
 
@@ -203,7 +204,7 @@ def expert_terms(spec: JobSpec, experts: Experts, rows: ExpertRows) -> dict[str,
     if not rows.came:
         places = chosen
     elif spec.layout.dispatch(experts.per_token) == "all_gather":
-        places = rows.all + spec.layout.expert_size * chosen
+        places = rows.all + spec.layout.exchange_size * chosen
     else:
         places = 2 * rows.all + chosen + rows.came
     return terms | {"expert_order": 8 * places}

@@ -87,7 +87,7 @@ def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBy
         copies = slice_buffer_bytes(spec, kept)
     # On CPUs every holder's part of each bucket arrives before it is summed (`workers/comm/links_backend.py`).
     incoming = gradients // holders * (holders - 1)
-    if spec.layout.expert_size > 1:  # which refuses elastic sums, so that there are no others
+    if spec.layout.exchange_size > 1:  # which refuses elastic sums, so that there are no others
         incoming = WIDE * sum(each.elements - each.part for each in trained_regions(spec, stage))
     if spec.layout.sharding >= 2:  # while backward goes on
         incoming = WIDE * buffer_elements(units_of(spec), lambda unit: unit.trained) // holders * (holders - 1)

@@ -135,17 +135,19 @@ def parameter_counts(
     rows: int,
     names: frozenset[str] | None = None,
     lora: LoraConfig | None = None,
-    expert: int = 1,
+    experts: tuple[int, int] | None = None,
 ) -> ParameterCounts:
-    """Parameters on one of `tensor` ranks, and of `expert` ranks that experts are spread over, or only those in
-    `names`; `rows`: those of the token embedding there; `lora`: adapters that the model has."""
+    """Parameters on one of `tensor` ranks, or only those in `names`; `rows`: those of the token embedding there;
+    `lora`: adapters that the model has; `experts`: number of ranks that they are spread over, and of tensor ranks that
+    share each, by default 1 and all."""
 
     def count(sizes: dict[str, int], prefix: str = "") -> int:
         return sum(size for name, size in sizes.items() if names is None or prefix + name in names)
 
-    tables = [layer_table(model, tensor, layer, lora, expert) for layer in range(model.layers)]
+    spread = experts or (1, tensor)
+    tables = [layer_table(model, tensor, layer, lora, *spread) for layer in range(model.layers)]
     layers = (count(table.parameters, f"layers.{layer}.") for layer, table in enumerate(tables))
-    experts = (
+    of_experts = (
         count({name: table.parameters[name] for name in table.of_experts}, f"layers.{layer}.")
         for layer, table in enumerate(tables)
     )
@@ -153,7 +155,7 @@ def parameter_counts(
         count(parameters_of_ends(model, rows, *ends)) for ends in ((True, False), (False, True), (True, True))
     )
     before = tuple(accumulate(layers, initial=0))
-    return ParameterCounts(before, first, last, both, tuple(accumulate(experts, initial=0)))
+    return ParameterCounts(before, first, last, both, tuple(accumulate(of_experts, initial=0)))
 
 
 def rank_parameters(spec: JobSpec) -> tuple[int, ...]:
@@ -201,8 +203,8 @@ def trained_experts_of_rank(spec: JobSpec, rank: int) -> int:
 def _counts(spec: JobSpec, names: frozenset[str] | None) -> ParameterCounts:
     """Parameters, or only those in `names`, of the rank that has the first of a layer's experts."""
     layout = spec.layout
-    shape = spec.model, layout.tensor, vocabulary_rows(spec), names, spec.train.lora, layout.expert_size
-    return parameter_counts(*shape)
+    shape = spec.model, layout.tensor, vocabulary_rows(spec), names, spec.train.lora
+    return parameter_counts(*shape, (layout.expert_size, layout.expert_split))
 
 
 def _count_on_rank(spec: JobSpec, rank: int, counts: ParameterCounts) -> int:
@@ -268,14 +270,15 @@ def forward_flops(spec: JobSpec) -> tuple[int, int]:
 def _products(spec: JobSpec, tensor: int, layer: int, trained: bool = False) -> int:
     """Forward FLOPs of one sequence in a layer without core attention, on all of `tensor` ranks, which may compute
     copies of key-value heads; or with `trained` those of weights that are trained."""
-    table, length = layer_table(spec.model, tensor, layer, spec.train.lora), spec.model.sequence_length
+    split, length = min(tensor, spec.layout.expert_split), spec.model.sequence_length
+    table = layer_table(spec.model, tensor, layer, spec.train.lora, split=split)
     frozen = layer_kinds(spec)[layer].frozen if trained else frozenset[str]()
     whole = {f"{weight.name}.weight" for each in table.products if each.whole for weight in each.weights}
     apart = whole if spec.layout.sequence_parallel_on else ()  # each rank has other tokens
     sizes = ((name, size) for name, size in table.dense_matrices.items() if name not in frozen)
     elements = sum(size * (1 if name in apart else tensor) for name, size in sizes)
     if table.experts is not None:
-        of_experts = tensor * sum(table.parameters[name] for name in table.of_experts - frozen)
+        of_experts = split * sum(table.parameters[name] for name in table.of_experts - frozen)
         elements += of_experts * table.experts.per_token // table.experts.experts
     return 2 * length * elements
 

@@ -37,9 +37,9 @@ class Region(NamedTuple):
 
 
 def trained_regions(spec: JobSpec, stage: int) -> tuple[Region, ...]:
-    """What a rank of this stage trains: under expert parallelism experts apart, which fewer ranks hold."""
+    """What a rank of this stage trains: with experts spread over them these apart, which fewer ranks hold."""
     trained, layout = parameters_of_rank(spec, stage) - frozen_parameters_of_rank(spec, stage), spec.layout
-    if layout.expert_size == 1:
+    if layout.exchange_size == 1:
         return (Region(trained, layout.holders),)
     experts = trained_experts_of_rank(spec, stage)
     return Region(trained - experts, layout.holders), Region(experts, layout.expert_holders)

@@ -31,7 +31,7 @@ class RankGrid:
 
     def __init__(self, layout: ParallelConfig):
         self.tensor, self.pipeline = layout.tensor, layout.pipeline
-        self.data, self.context, self.expert = layout.data, layout.context, layout.expert_size
+        self.data, self.context, self.expert = layout.data, layout.context, layout.exchange_size
         self.world_size = layout.world_size
         self._ends = end_ranks(layout)
 
@@ -44,7 +44,7 @@ class RankGrid:
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The axes that this layout communicates along: `holders` and `context` only if ranks share samples, those of
-        experts only if these are spread over ranks."""
+        experts only if these are spread over holders."""
         unused: set[Axis] = set() if self.context > 1 else {"context", "holders"}
         unused |= set() if self.expert > 1 else {"expert", "expert_holders"}
         return tuple(axis for axis in AXES if axis not in unused)

@@ -49,15 +49,15 @@ class ParallelConfig(Section):
     a causal mask all ranks compute equally much; contiguous: one. Default: zigzag."""
     expert: AxisSize | None = None
     """Expert-parallel size (e): number of ranks that the experts of each layer are spread over, among the data x
-    context ranks that would hold the same; each token goes to its experts' ranks and back. Default: 1. Untested on
-    several GPUs (docs/tested.md)."""
+    context ranks that would hold the same, and with expert_tensor 1 the tensor ranks; each token goes to its experts'
+    ranks and back. Default: 1. Untested on several GPUs (docs/tested.md)."""
     expert_dispatch: Literal["all_gather", "all_to_all"] | None = None
     """How tokens come to the ranks of their experts. all_gather: each rank gets the tokens of all e ranks, and takes
-    those for its experts; all_to_all: only tokens for its experts are sent to it. Default: all_gather up to e =
-    model.moe.per_token, from where on all_to_all sends less."""
+    those for its experts; all_to_all: only tokens for its experts are sent to it. Default: all_gather among up to
+    model.moe.per_token ranks (e, or e / tensor with expert_tensor 1); among more, all_to_all sends less."""
     expert_tensor: Literal[1] | None = None
-    """1: each expert is whole on one rank, and the tensor ranks have different experts; default: each expert is split
-    over the tensor ranks."""
+    """1: each expert is whole on one rank, and the tensor ranks are among those that expert, a multiple of tensor,
+    spreads experts over; default: each expert is split over the tensor ranks."""
     virtual_stages: Layers = 1
     """Model chunks per stage (v): any number for interleaved, 2 for zb-v, 1 for the other schedules."""
     stage_layers: Annotated[tuple[Layers, ...], Field(max_length=10_000)] | None = None
@@ -110,24 +110,38 @@ class ParallelConfig(Section):
 
     @property
     def expert_size(self) -> int:
-        """Expert-parallel size."""
+        """Expert-parallel size: of the experts of a layer, each rank has one of so many parts."""
         return self.expert or 1
+
+    @property
+    def expert_split(self) -> int:
+        """Number of tensor ranks that share each expert."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def exchange_size(self) -> int:
+        """Number of ranks, among those with the same dense parameters, over which experts are spread: these exchange
+        tokens, and the tensor ranks, which all have them, do not."""
+        return max(1, self.expert_size * self.expert_split // self.tensor)
 
     def dispatch(self, per_token: int) -> Literal["all_gather", "all_to_all"]:
         """How tokens come to the ranks of their experts, if each goes to `per_token` of them (`expert_dispatch`)."""
         if self.expert_dispatch is not None:
             return self.expert_dispatch
-        return "all_gather" if self.expert_size <= per_token else "all_to_all"
+        return "all_gather" if self.exchange_size <= per_token else "all_to_all"
 
     @property
     def expert_holders(self) -> int:
         """Number of ranks that hold the same experts."""
-        return self.holders // self.expert_size
+        return self.holders // self.exchange_size
 
-    def expert_index(self, data: int, context: int) -> int | None:
-        """Which of the equal parts of the experts the ranks of this replica and index in their context group have;
-        None if every rank has all."""
-        return (data * self.context + context) % self.expert_size if self.expert_size > 1 else None
+    def expert_index(self, tensor: int, data: int, context: int) -> int | None:
+        """Which of the equal parts of the experts the ranks with this index in their tensor group, of this replica and
+        index in their context group, have; None if every rank has all."""
+        if self.expert_size == 1:
+            return None
+        group = (data * self.context + context) % self.exchange_size
+        return group if self.expert_tensor is None else group * self.tensor + tensor
 
     @property
     def holders(self) -> int:

@@ -123,7 +123,7 @@ def replica_micro_batches(samples: range, spec: JobSpec, replica: int) -> list[r
     if spec.train.deterministic == "layout":
         share = replica_share(samples, spec.layout.data, replica)
         mine = micro_batches(share, size)
-        if spec.layout.expert_size > 1:
+        if spec.layout.exchange_size > 1:
             most = len(micro_batches(replica_share(samples, spec.layout.data, 0), size))
             mine += [range(share.stop, share.stop)] * (most - len(mine))
         return mine
@@ -141,8 +141,8 @@ def most_samples(samples: range, spec: JobSpec, replica: int, context: int) -> l
     with this one's."""
     layout = spec.layout
     own = replica * layout.context + context
-    first = own - own % layout.expert_size
-    replicas = {holder // layout.context for holder in range(first, first + layout.expert_size)}
+    first = own - own % layout.exchange_size
+    replicas = {holder // layout.context for holder in range(first, first + layout.exchange_size)}
     each = [replica_micro_batches(samples, spec, other) for other in replicas]
     return [max(map(len, together)) for together in zip(*each, strict=True)]
 

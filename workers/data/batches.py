@@ -278,7 +278,7 @@ class Batches:
             text = corpus or self.corpus
             with self._reading:
                 whole = [self._micro_batch(text, part, [start_of(sample) for sample in part]) for part in parts]
-        if self.spec.layout.expert_size > 1:
+        if self.spec.layout.exchange_size > 1:
             most = most_samples(samples, self.spec, self.replica, self._context)
             whole = [replace(batch, most_samples=count) for batch, count in zip(whole, most, strict=True)]
         return [_on_device(batch.part(self._runs), self.device) for batch in whole]

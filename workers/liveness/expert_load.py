@@ -86,7 +86,7 @@ class ExpertLoads:
         self._rows = [[row for row, layer in enumerate(self._layers) if layer in layers] for layers in held]
         grid = RankGrid(layout)
         places = [grid.coordinates(rank) for rank in range(layout.world_size)]
-        self._places = [(at.pipeline, layout.expert_index(at.data, at.context) or 0) for at in places]
+        self._places = [(at.pipeline, layout.expert_index(at.tensor, at.data, at.context) or 0) for at in places]
         """Stage and part of the experts of each rank."""
 
     def by_rank(self, tokens: Tokens) -> list[float]:

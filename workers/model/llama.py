@@ -59,9 +59,8 @@ def mlp(shared: Shared, index: int) -> SwiGLU | ExpertMLP:
     if not model.has_experts(index):
         return SwiGLU(model, shared.region)
     spreads = Spreads(INIT_STD, residual_std(model))
-    return ExpertMLP(
-        model, index, shared.region, spreads, shared.router_bias(index), shared.exchange, shared.own_experts
-    )
+    own = shared.exchange, shared.own_experts, shared.spec.layout.expert_split == 1
+    return ExpertMLP(model, index, shared.region, spreads, shared.router_bias(index), *own)
 
 
 def norm(model: ModelConfig) -> RMSNorm:

@@ -42,7 +42,7 @@ class Shared:
         self.own_experts = range(0)
         if model.moe is not None:
             self.exchange = exchange_of(region.comm, spec.layout, model.moe)
-            self.own_experts = own_experts(region.comm, model.moe.experts)
+            self.own_experts = own_experts(region.comm, spec.layout, model.moe.experts)
         self.router_biases: torch.Tensor | None = None
         """What is added to scores for the choice of experts, fp32 [layers with experts, E], the same on all ranks; None
         without. Steps move it (`model.moe.balance.bias_rate`)."""

@@ -18,17 +18,18 @@ def dense_widths(model: ModelConfig) -> tuple[int, ...]:
     return (model.ffn_size,) if len(model.expert_layers) < model.layers else ()
 
 
-def inner_widths(model: ModelConfig) -> tuple[int, ...]:
-    """Inner widths that are split over tensor ranks: of MLPs, experts and shared experts."""
-    moe = model.moe
-    experts = () if moe is None else (moe.ffn_hidden_size, *((moe.shared_size,) if moe.shared else ()))
-    return (*dense_widths(model), *experts)
+def inner_widths(spec: JobSpec) -> tuple[int, ...]:
+    """Inner widths that are split over tensor ranks: of MLPs, experts unless they are whole, and shared experts."""
+    moe, layout = spec.model.moe, spec.layout
+    experts = () if moe is None or layout.expert_split < layout.tensor else (moe.ffn_hidden_size,)
+    shared = () if moe is None or not moe.shared else (moe.shared_size,)
+    return (*dense_widths(spec.model), *experts, *shared)
 
 
 def replica_unit(layout: ParallelConfig) -> int:
     """The number of replicas is a multiple of this, so that expert groups are complete: the ranks of a group that are
     context ranks share a replica."""
-    return layout.expert_size // math.gcd(layout.expert_size, layout.context)
+    return layout.exchange_size // math.gcd(layout.exchange_size, layout.context)
 
 
 def _layers_may_have_experts(spec: JobSpec) -> Iterator[Problem]:
@@ -99,9 +100,10 @@ def _widths_are_split(spec: JobSpec) -> Iterator[Problem]:
     moe, tensor = spec.model.moe, spec.layout.tensor
     if moe is None or spec.model.heads % tensor:
         return  # the tensor size is wrong first
-    keys = {"ffn_hidden_size": moe.ffn_hidden_size}
-    if moe.shared and moe.shared_ffn_hidden_size is not None:
-        keys["shared_ffn_hidden_size"] = moe.shared_ffn_hidden_size
+    are_split = spec.layout.expert_split == tensor
+    keys = {"ffn_hidden_size": moe.ffn_hidden_size} if are_split else {}
+    if moe.shared and not (are_split and moe.shared_ffn_hidden_size is None):  # which follows from the other
+        keys["shared_ffn_hidden_size"] = moe.shared_size
     for key, width in keys.items():
         if width % tensor:
             problem = f"{key} ({width}) must be a multiple of parallel.tensor ({tensor}), which shares each expert"
@@ -110,26 +112,46 @@ def _widths_are_split(spec: JobSpec) -> Iterator[Problem]:
 
 def _experts_are_spread(spec: JobSpec) -> Iterator[Problem]:
     layout, moe, size = spec.layout, spec.model.moe, spec.layout.expert_size
-    if layout.expert_tensor is not None:
-        rule = "not supported yet: each expert is split over the tensor ranks"
-        yield Problem("parallel.expert_tensor", rule, "null", unsupported=True)
-    if layout.expert_dispatch is not None and size == 1:
-        yield Problem("parallel.expert_dispatch", "has no effect: parallel.expert is 1", "null")
-    if size == 1:
-        return
+    if layout.expert_dispatch is not None and layout.exchange_size == 1:
+        why = "parallel.expert is 1" if size == 1 else f"tensor ranks, which have all {size} parts, have all tokens"
+        yield Problem("parallel.expert_dispatch", f"has no effect: {why}", "null")
     if moe is None:
-        yield Problem("parallel.expert", "has no effect: the model has no experts (model.moe)", "null")
+        if size > 1:
+            yield Problem("parallel.expert", "has no effect: the model has no experts (model.moe)", "null")
+        if layout.expert_tensor is not None:
+            yield Problem("parallel.expert_tensor", "has no effect: the model has no experts (model.moe)", "null")
         return
-    nearest = str(nearest_divisor(math.gcd(layout.holders, moe.experts), size))
-    if layout.holders % size:
-        ranks = "parallel.data x context" if layout.context > 1 else "parallel.data"
-        problem = f"expert ({size}) must divide {ranks} ({layout.holders}): experts are spread over replicas"
+    of_whole = None if layout.expert_tensor is None else _whole_experts_problem(layout, moe.experts)
+    if of_whole is not None:
+        yield of_whole
+    if of_whole is not None or size == 1:
+        return
+    unit = layout.tensor // layout.expert_split
+    nearest = str(unit * nearest_divisor(math.gcd(layout.holders, moe.experts // unit), max(1, size // unit)))
+    if layout.holders % layout.exchange_size:
+        ranks, count = "parallel.data x context" if layout.context > 1 else "parallel.data", layout.holders * unit
+        ranks, over = (ranks, "replicas") if unit == 1 else (f"{ranks} x tensor", "replicas and tensor ranks")
+        problem = f"expert ({size}) must divide {ranks} ({count}): experts are spread over {over}"
         yield Problem("parallel.expert", problem, nearest)
     elif moe.experts % size:
         problem = f"expert ({size}) must divide model.moe.experts ({moe.experts}): all ranks have equally many"
         yield Problem("parallel.expert", problem, nearest)
     else:
         yield from _sizes_have_whole_groups(spec)
+
+
+def _whole_experts_problem(layout: ParallelConfig, experts: int) -> Problem | None:
+    """Why tensor ranks cannot have different whole experts, if they cannot."""
+    tensor, size = layout.tensor, layout.expert_size
+    if tensor == 1:
+        return Problem("parallel.expert_tensor", "has no effect: parallel.tensor is 1", "null")
+    if experts % tensor:
+        problem = f"model.moe.experts ({experts}) must be a multiple of parallel.tensor ({tensor}), whose ranks have"
+        return Problem("parallel.expert_tensor", f"{problem} different experts", "null")
+    if size % tensor:
+        problem = f"expert ({size}) must be a multiple of parallel.tensor ({tensor}): with expert_tensor 1, experts are"
+        return Problem("parallel.expert", f"{problem} spread over tensor ranks too", str(tensor))
+    return None
 
 
 def _sizes_have_whole_groups(spec: JobSpec) -> Iterator[Problem]:

@@ -362,17 +362,23 @@ def _all_rows(name: str, rows: int) -> Rows:
 
 
 def layer_table(
-    model: ModelConfig, tensor: int = 1, layer: int = 0, lora: LoraConfig | None = None, expert: int = 1
+    model: ModelConfig,
+    tensor: int = 1,
+    layer: int = 0,
+    lora: LoraConfig | None = None,
+    expert: int = 1,
+    split: int | None = None,
 ) -> LayerTable:
     """Layer `layer` of a model, on one of `tensor` tensor ranks, with its adapters. Of `expert` ranks that its experts
-    are spread over it is the first."""
-    has_experts = model.has_experts(layer)
-    return _layer_table(model, tensor, model.window(layer), lora, expert if has_experts else 0)
+    are spread over it is the first; each expert is split over `split` tensor ranks, by default all."""
+    experts = (expert, tensor if split is None else split) if model.has_experts(layer) else None
+    return _layer_table(model, tensor, model.window(layer), lora, experts)
 
 
 def layer_table_of(spec: JobSpec, layer: int = 0) -> LayerTable:
     """Layer `layer` of a job, on one of its tensor ranks."""
-    return layer_table(spec.model, spec.layout.tensor, layer, spec.train.lora, spec.layout.expert_size)
+    layout = spec.layout
+    return layer_table(spec.model, layout.tensor, layer, spec.train.lora, layout.expert_size, layout.expert_split)
 
 
 def is_adapter(name: str) -> bool:
@@ -389,10 +395,10 @@ def lora_targets(model: ModelConfig) -> tuple[LoraTarget, ...]:
 
 @lru_cache(maxsize=256)
 def _layer_table(
-    model: ModelConfig, tensor: int, window: int | None, lora: LoraConfig | None, expert: int
+    model: ModelConfig, tensor: int, window: int | None, lora: LoraConfig | None, experts: tuple[int, int] | None
 ) -> LayerTable:
-    """`expert`: 0 for a layer without experts."""
-    mlp = _expert_mlp(model, tensor, expert) if expert else _mlp(model, tensor, model.ffn_size)
+    """`experts`: number of ranks that they are spread over, and that share each; None for a layer without."""
+    mlp = _expert_mlp(model, tensor, *experts) if experts else _mlp(model, tensor, model.ffn_size)
     attend = _attention if model.latent_attention is None else _latent_attention
     blocks = attend(model, tensor, window), mlp
     if lora is None:
@@ -518,12 +524,12 @@ def _mlp(model: ModelConfig, tensor: int, width: int, prefix: str = "mlp") -> Bl
     return Block("mlp", (norm, products, Activation(tuple(ys), active), output), model.dropout > 0)
 
 
-def _expert_mlp(model: ModelConfig, tensor: int, expert: int) -> Block:
+def _expert_mlp(model: ModelConfig, tensor: int, expert: int, split: int) -> Block:
     """Experts, and shared experts as one MLP beside them."""
     moe, h = model.moe, model.hidden_size
     assert moe is not None
     shared = _mlp(model, tensor, moe.shared_size, "mlp.shared") if moe.shared_size else None
-    norm, inner = _norm(model, "mlp"), moe.ffn_hidden_size // tensor
+    norm, inner = _norm(model, "mlp"), moe.ffn_hidden_size // split
 
     def weight(name: str, rows: int, columns: int, copies: int = 1) -> Weight:
         return Weight(f"mlp.{name}", rows, columns, False, (_all_rows(f"mlp.{name}", rows),), copies)

@@ -161,7 +161,7 @@ def _tensor_divides(spec: JobSpec) -> Iterator[Problem]:
         return  # reported by the rule about heads
     if model.heads % tensor:
         # One that divides everything that is split, so that applying the suggestion is enough.
-        split = math.gcd(model.heads, *inner_widths(model))
+        split = math.gcd(model.heads, *inner_widths(spec))
         if spec.layout.sequence_parallel is not False:
             split = math.gcd(split, model.sequence_length // (runs_per_rank(spec.layout) * spec.layout.context))
         yield Problem(

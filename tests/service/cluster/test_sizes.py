@@ -56,6 +56,7 @@ def spread(expert=2, data=4, **sections):
     (spread(4, elastic={"max_data": 8}), [4, 8]), (spread(4, elastic={"min_data": 1, "reshape": True}), [4]),
     (spread(4, parallel={"context": 2}, elastic={"min_data": 2}), [2, 4]),
     (spread(2, parallel={"context": 2}, elastic={"min_data": 1}), [1, 2, 3, 4]),
+    (spread(4, parallel={"tensor": 2, "expert_tensor": 1}, elastic={"min_data": 2, "max_data": 8}), [2, 4, 6, 8]),
 ])  # fmt: skip
 def test_replicas_come_and_go_in_whole_expert_groups(job, sizes):
     """Context ranks of a replica are in the same group."""
@@ -146,6 +147,19 @@ def test_experts_of_a_reshaping_job_are_spread_over_fewer_ranks_where_too_few_re
     assert [each and (sizes_of_shape(each.layout)[::3], each.layout.data) for each in found] == [
         ((2, 2), 2), ((2, 1), 1), ((2, 1), 1), ((1, 1), 1)]  # fmt: skip
     assert all(find_problems(each) == [] for each in found)
+
+
+def test_a_reshaping_job_with_whole_experts_on_tensor_ranks_keeps_them_where_both_sizes_fit():
+    whole = {"tensor": 2, "expert_tensor": 1, "expert_dispatch": "all_to_all"}
+    submitted = spread(4, parallel=whole, elastic={"min_data": 1, "reshape": True})
+    layouts = [shape.layout for shape in shapes_of(submitted)]
+    assert [(each.tensor, each.expert_size, each.expert_tensor, each.expert_dispatch) for each in layouts] == [
+        (2, 4, 1, "all_to_all"), (2, 2, 1, None), (2, 1, None, None),
+        (1, 4, None, "all_to_all"), (1, 2, None, "all_to_all"), (1, 1, None, None),
+    ]  # fmt: skip
+    for each in layouts:
+        of_shape = stored(each.tensor, each.pipeline, each.data, expert=each.expert_size)
+        assert layout_in_use(submitted.layout, of_shape) == each
 
 
 @pytest.mark.parametrize("parallel", [

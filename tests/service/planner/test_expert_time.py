@@ -32,11 +32,15 @@ def with_experts(layers: int = 8, hidden: int = 1024, moe: dict | None = None, *
 
 
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "data", "context", "expert"),
-    [(1, 1, 16, 1, 4), (2, 1, 8, 1, 8), (1, 4, 8, 1, 4), (2, 2, 4, 2, 4), (1, 1, 4, 4, 2), (1, 1, 6, 1, 3)],
+    ("tensor", "pipeline", "data", "context", "expert", "whole"),
+    [
+        *((1, 1, 16, 1, 4, None), (2, 1, 8, 1, 8, None), (1, 4, 8, 1, 4, None), (2, 2, 4, 2, 4, None)),
+        *((1, 1, 4, 4, 2, None), (1, 1, 6, 1, 3, None), (2, 2, 4, 2, 8, 1), (4, 1, 4, 1, 4, 1)),
+    ],
 )
-def test_expert_groups_are_on_the_nodes_that_the_grid_puts_them_on(tensor, pipeline, data, context, expert):
+def test_expert_groups_are_on_the_nodes_that_the_grid_puts_them_on(tensor, pipeline, data, context, expert, whole):
     sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "context": context, "expert": expert}
+    sizes["expert_tensor"] = whole
     layout = ParallelConfig(**sizes)
     groups, grid = groups_of(layout, a100s(4), MANTA), RankGrid(layout)
     for axis, group in (("expert", groups.expert), ("expert_holders", groups.expert_holders)):
@@ -107,6 +111,20 @@ def test_search_finds_the_fastest_of_all_layouts_with_experts():
     assert best.time.seconds <= min(known.values()) * (1 + 1e-9)
     assert {candidate.expert for candidate in known} == {1, 2, 4}
     assert expert_sizes(auto, 12) == [1, 2, 4] and expert_sizes(job(), 12) == [1]
+
+
+def test_experts_stay_whole_on_tensor_ranks_where_their_parts_would_be_narrow():
+    """Where they are wide, as many multiplications take as long either way, and nothing is gained."""
+
+    def seconds(inner: int, **layout: object) -> float:
+        spec = with_experts(moe={"experts": 64, "ffn_hidden_size": inner}, data=2, tensor=8, **layout)
+        assert find_problems(spec) == []
+        return StepModel(spec, a100s(2)).time().seconds
+
+    narrow, wide = ([seconds(inner, expert=2), seconds(inner, expert=16, expert_tensor=1)] for inner in (768, 16384))
+    assert narrow[1] < narrow[0] and wide[1] / wide[0] > narrow[1] / narrow[0]
+    auto = with_experts(moe={"experts": 64, "ffn_hidden_size": 768}).model_copy(update={"parallel": "auto"})
+    assert any(candidate.spec(auto).layout.expert_tensor for candidate in candidates(auto, a100s(1)))
 
 
 def test_experts_are_spread_where_a_job_does_not_fit_otherwise():

@@ -311,17 +311,22 @@ def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "recompute", "tensor"),
+    ("dispatch", "recompute", "tensor", "whole"),
     [
-        ("all_gather", "full", 1),
-        pytest.param("all_gather", "none", 2, marks=pytest.mark.soak),
-        pytest.param("all_to_all", "full", 1, marks=pytest.mark.soak),
-        pytest.param("all_to_all", "none", 2, marks=pytest.mark.soak),
+        ("all_gather", "full", 1, False),
+        pytest.param("all_gather", "none", 2, False, marks=pytest.mark.soak),
+        pytest.param("all_to_all", "full", 1, False, marks=pytest.mark.soak),
+        pytest.param("all_to_all", "none", 2, False, marks=pytest.mark.soak),
+        pytest.param("all_gather", "none", 2, True, marks=pytest.mark.soak),
+        ("all_to_all", "full", 2, True),
     ],
 )
-def test_peak_memory_for_counted_tokens_of_spread_experts_matches_the_accounting(dispatch, recompute, tensor):
-    """Of two ranks one has experts that get three quarters of all choices; plans expect less, and the worst is more."""
+def test_peak_memory_for_counted_tokens_of_spread_experts_matches_the_accounting(dispatch, recompute, tensor, whole):
+    """Of two ranks one has experts that get three quarters of all choices, of whole experts of four ranks half; plans
+    expect less, and the worst is more."""
     layout = SHARDED | {"expert": 2, "expert_dispatch": dispatch, "recompute": recompute, "tensor": tensor}
+    layout |= {"expert": 4, "expert_tensor": 1} if whole else {}
+    own, reached = (range(2), (0, 1, 4, 5)) if whole else (range(4), range(8))
     spread = job("experts", 8, layout, vocabulary=512, micro_batch_size=(size := 4))
     choices = 2 * size * 2048 * 2
     shares = [3, 1, 1, 1, 0.5, 0.5, 0.5, 0.5]
@@ -329,11 +334,12 @@ def test_peak_memory_for_counted_tokens_of_spread_experts_matches_the_accounting
     numbers = BalancedNumbers(spread)
     rows = counted_rows(spread, tokens)
     if dispatch == "all_gather":
-        numbers.know({5: [*tokens[0][:4], choices - sum(tokens[0][:4])]})
+        mine = [tokens[0][expert] for expert in own]
+        numbers.know({len(own) + 1: [*mine, choices - sum(mine)]})
     else:  # every token goes to both ranks
         rows = [each._replace(came=2 * size * 2048) for each in rows]
-        one = [*(count // 2 for count in tokens[0]), size * 2048, size * 2048]
-        numbers.know({20: one * 2})
+        one = [*(tokens[0][expert] // 2 for expert in reached), size * 2048, size * 2048]
+        numbers.know({2 * len(one): one * 2})
     told = bytes_for(spread, rows)
     with pretended_gpu(), numbers.instead():
         peak = FakeRank(spread, 0).step()["Total"]

@@ -239,6 +239,21 @@ def test_hardware_flops_and_parameters_of_experts_match_the_engine(layout, polic
         assert frozen or trained_experts_of_rank(job_spec, stage) == experts
 
 
+def test_parameters_of_whole_experts_on_tensor_ranks_match_the_engine():
+    """With as many FLOPs as experts in parts have."""
+    split, whole = (
+        uneven(2, False, False, "qwen", EXPERTS, tensor=2, pipeline=2, data=2, expert=expert, expert_tensor=whole)
+        for expert, whole in ((None, None), (4, 1))
+    )
+    assert step_flops(whole) == step_flops(split)
+    for stage in range(2):
+        model = ModelStage(whole, lone_rank(whole, stage * 2))
+        assert rank_parameters(whole)[stage] == sum(each.numel() for each in model.parameters())
+        experts = [each for name, each in model.named_parameters() if ".experts." in name]
+        assert trained_experts_of_rank(whole, stage) == sum(each.numel() for each in experts)
+        assert {max(each.shape) for each in experts} <= {20, whole.model.hidden_size}, "none is split"
+
+
 def model_with_experts(family: str, sizes: tuple[int, ...], experts: tuple[int, ...], **more: Any) -> JobSpec:
     """Layers, hidden, heads, key-value heads, inner width, vocabulary; experts, those of a token, their inner width."""
     names = "layers", "hidden_size", "heads", "kv_heads", "ffn_hidden_size", "vocabulary_size"

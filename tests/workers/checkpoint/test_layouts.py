@@ -52,6 +52,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "e2 d4 zero 0 small buckets": {"data": 4, "expert": 2, "zero": 0, **SMALL},
     "e3 d6": {"data": 6, "expert": 3, "expert_dispatch": "all_to_all"},
     "e2 t2 c2 d2": {"data": 2, "context": 2, "expert": 2, "tensor": 2},
+    "e6 t2 d3, whole experts": {"data": 3, "expert": 6, "expert_tensor": 1, "tensor": 2},
+    "e2 t2 zero 0, whole experts": {"tensor": 2, "expert": 2, "expert_tensor": 1, "zero": 0},
     "e2 p2 zb-v": {"pipeline": 2, "data": 2, "expert": 2, "schedule": "zb-v", "virtual_stages": 2},
 }
 """Layouts of a model of experts."""
@@ -242,7 +244,7 @@ def test_state_with_spread_experts_is_bit_equal_over_a_chain_of_layouts(ranks, c
 def test_frozen_spread_experts_are_written_once_and_read_by_other_layouts(ranks, corpus, tmp_path):
     train = {"frozen": ["layers.1.mlp.experts", "layers.0"]}
     written = written_by("e2 d4 zero 0 small buckets", OF_EXPERTS, ranks, corpus, tmp_path / "first", **train)
-    for layout in ("e3 d6", "e2 t2 c2 d2"):
+    for layout in ("e3 d6", "e6 t2 d3, whole experts"):
         resaved = resaved_by(layout, OF_EXPERTS, written.path, ranks, corpus, tmp_path / layout, **train)
         assert_kept(written, resaved)
 

@@ -150,6 +150,11 @@ LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         2,
     ),
     "Qwen3 235B on 256 ranks": (QWEN_235B, {"tensor": 4, "pipeline": 8, "data": 8, "expert": 8}, 8),
+    "Qwen3 235B on 256 ranks, whole experts": (
+        QWEN_235B,
+        {"tensor": 4, "pipeline": 8, "data": 8, "expert": 32, "expert_tensor": 1},
+        8,
+    ),
     "DeepSeek V3 on 2,048 ranks": (
         DEEPSEEK_V3,
         {

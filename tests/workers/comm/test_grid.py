@@ -80,6 +80,17 @@ def test_experts_are_spread_over_neighbouring_holders_and_held_by_one_of_each_gr
             assert alike == sorted(alike) and len(alike) * grid.expert == len(holders) and rank in alike
 
 
+def test_tensor_ranks_with_whole_experts_exchange_with_the_same_index_of_other_tensor_groups():
+    layout = ParallelConfig(tensor=2, data=4, expert=4, expert_tensor=1)
+    grid = RankGrid(layout)
+    assert grid.groups("expert") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert grid.groups("expert_holders") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    places = [grid.coordinates(rank) for rank in range(8)]
+    assert [layout.expert_index(at.tensor, at.data, at.context) for at in places] == [0, 1, 2, 3] * 2
+    within = RankGrid(ParallelConfig(tensor=2, data=2, expert=2, expert_tensor=1))
+    assert not {"expert", "expert_holders"} & set(within.axes)
+
+
 @given(grids)
 def test_embedding_group_is_the_first_and_last_stage(grid):
     for rank in range(grid.world_size):

@@ -156,8 +156,13 @@ def test_every_order_mistake_of_hops_and_of_units_is_found(corpus):
 def of_experts(schedule: str, layout: tuple[int, int, int], dispatch: str, corpus: str, **more: object) -> JobSpec:
     """A job whose experts are spread over two ranks."""
     moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "shared": 1, "first_dense": 1}
-    parallel = {"expert": 2, "expert_dispatch": dispatch, "bucket_megabytes": 0.01}
+    spread = {key: more.pop(key) for key in WHOLE if key in more}
+    parallel = {"expert": 2, "expert_dispatch": dispatch, "bucket_megabytes": 0.01} | spread
     return job_of(row(schedule, layout, family="llama", **more), corpus, model={"moe": moe}, parallel=parallel)
+
+
+WHOLE = {"expert": 4, "expert_tensor": 1}
+"""Whole experts on each of two tensor ranks."""
 
 
 def alike(scores_ne: torch.Tensor, bias_e: torch.Tensor | None, moe: MoeConfig) -> torch.Tensor:
@@ -174,6 +179,7 @@ def alike(scores_ne: torch.Tensor, bias_e: torch.Tensor | None, moe: MoeConfig) 
         ("1f1b", (1, 1, 4), {"recompute": "full", "zero": 0}),
         ("zb-v", (1, 2, 2), {}),
         ("1f1b", (2, 2, 2), {"precision": "bf16", "recompute": "full"}),
+        ("1f1b", (2, 1, 2), WHOLE),
         ("1f1b", (1, 1, 2), {"context_method": "ring"}),
         *(pytest.param(each, (2, 2, 2), {"recompute": "full"}, marks=pytest.mark.soak) for each in SCHEDULES),
     ],
@@ -186,6 +192,23 @@ def test_exchanges_of_experts_obey_the_nccl_order_rules(
     assert_sound(programs)
     groups = {each.on.group.partition(" ")[0] for each in programs[0] if isinstance(each, Start)}
     assert "expert" in groups and ("expert_holders" in groups) == (layout[2] > 2 or "context_method" in more)
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+def test_whole_experts_of_tensor_ranks_send_as_many_bytes_as_their_ranks_need(corpus, monkeypatch, dispatch):
+    """Each of four ranks has one expert, so that half of all tokens go to the other rank of the same tensor index."""
+    monkeypatch.setattr(experts, "chosen_experts", alike)
+    job = of_experts("1f1b", (2, 1, 2), dispatch, corpus, validates=False, **WHOLE)
+    starts = [each for each in recorded_job(job, 1)[0] if isinstance(each, Start)]
+    of_experts_alone = [each.what for each in starts if each.on.group.startswith("expert ")]
+    sent = sum(each.bytes for each in of_experts_alone if isinstance(each, Sum))
+    sent += sum(part.bytes for each in of_experts_alone if isinstance(each, tuple) for part in each if part.sends)
+    tokens, hidden = job.model.sequence_length, job.model.hidden_size
+    if dispatch == "all_gather":  # rows and factors, twice there and once back again in backward; and choices
+        each = 5 * tokens * hidden * 4 + 2 * tokens * (3 * 4 + 4)
+    else:  # and, of each choice, which row it is of; and how many there are for two ranks with an expert each
+        each = tokens // 2 * (5 * hidden * 4 + 3 * 4 + 8) + 8 * (2 + 2)
+    assert sent == job.micro_batches * len(job.model.expert_layers) * each + 4, "which were sent to connect the group"
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])

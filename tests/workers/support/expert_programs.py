@@ -24,7 +24,7 @@ def exchanged(comm: Comm, layout: ParallelConfig, experts: int, given: list[list
         most = max(len(rows) for rows, _, _ in of_ranks)
         moe = MoeConfig(experts=experts, per_token=of_ranks[0][1].shape[1], ffn_hidden_size=1)
         exchange = exchange_of(comm, layout, moe)
-        numbers = own_experts(comm, experts)
+        numbers = own_experts(comm, layout, experts)
         made.append(through_experts(exchange, of_ranks[comm.index("expert")], experts, numbers, most))
     return made
 

@@ -76,22 +76,22 @@ class BalancedNumbers:
     def __init__(self, spec: JobSpec):
         model, layout, moe = spec.model, spec.layout, spec.model.moe
         assert moe is not None
-        self.read_times, size, experts = 0, layout.expert_size, moe.experts
+        self.read_times, size, ranks, experts = 0, layout.exchange_size, layout.expert_size, moe.experts
         method = layout.dispatch(moe.per_token)
         tokens = model.sequence_length // layout.context * spec.train.micro_batch_size
         each, none_left = divmod(tokens * moe.per_token, experts)
-        to_each_rank, whole = divmod(tokens * min(moe.per_token, size), size)
+        to_each_rank, whole = divmod(tokens * min(moe.per_token, ranks), ranks)
         assert none_left == whole == 0, "sizes that do not divide"
-        gathered = [size * each] * (experts // size)
+        gathered, reached = [size * each] * (experts // ranks), experts // ranks * size
         self._known = {
-            experts: [each] * experts,
+            reached: [each] * reached,
             len(gathered) + 1: [*gathered, size * tokens * moe.per_token - sum(gathered)],
-            size * (experts + size): [*[each] * experts, *[to_each_rank] * size] * size,
+            size * (reached + size): [*[each] * reached, *[to_each_rank] * size] * size,
         }
         """By length: choices of each expert; those of the rank's experts, and of others; by source, the choices of each
-        expert and the rows to each rank."""
+        expert and the rows to each rank. Of experts only those that tokens are sent to."""
         came = size * (tokens if method == "all_gather" else to_each_rank) if size > 1 else 0
-        self.rows = [ExpertRows(tokens * moe.per_token, size * each, came)] * model.layers
+        self.rows = [ExpertRows(each * reached, size * each, came)] * model.layers
         """Of each layer, for `StepPeak`."""
 
     def know(self, numbers: dict[int, list[int]]) -> None:

@@ -1,5 +1,6 @@
 """Exchanges of ranks over which the experts of a layer are spread (`parallel.expert`): rank i of e has the i-th of e
-equal runs of them.
+equal runs of them. With `parallel.expert_tensor: 1` tensor ranks, which have the same tokens, have different experts:
+e / t ranks of the same index in their tensor groups exchange tokens of the experts that they have (`Reach`).
 
 `GatheredExchange`: each rank gets the rows of all tokens of the group, and takes those that its experts were chosen
 for; back, the ranks' results are summed. Micro-batches may have fewer tokens on some ranks: all are padded to the
@@ -25,21 +26,29 @@ import torch.nn.functional as F
 from manta.workers.comm.backend import Handle
 from manta.workers.comm.comm import Comm
 from manta.workers.config import MoeConfig, ParallelConfig
-from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, NumbersForHost, Plan
+from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, NumbersForHost, Plan, Reach
 
 
 def exchange_of(comm: Comm, layout: ParallelConfig, moe: MoeConfig) -> Exchange:
     """The exchange of all layers of a rank."""
-    if layout.expert_size == 1:
-        return LocalExchange()
-    gathers = layout.dispatch(moe.per_token) == "all_gather"
-    return GatheredExchange(comm, moe.experts) if gathers else SentExchange(comm, moe.experts)
+    different = layout.tensor // layout.expert_split
+    reach = Reach(moe.experts // layout.expert_size, different, comm.index("tensor") % different)
+    if layout.exchange_size == 1:
+        return LocalExchange(reach if different > 1 else None)
+    return (GatheredExchange if layout.dispatch(moe.per_token) == "all_gather" else SentExchange)(comm, reach)
 
 
-def own_experts(comm: Comm, experts: int) -> range:
+def own_experts(comm: Comm, layout: ParallelConfig, experts: int) -> range:
     """The numbers of the experts that this rank has, of a layer's `experts`."""
-    count = experts // comm.size("expert")
-    return range(comm.index("expert") * count, (comm.index("expert") + 1) * count)
+    at, run = comm.grid.coordinates(comm.rank), experts // layout.expert_size
+    first = (layout.expert_index(at.tensor, at.data, at.context) or 0) * run
+    return range(first, first + run)
+
+
+def _own_of(comm: Comm, reach: Reach) -> range:
+    """The numbers of this rank's experts among those that the exchange reaches."""
+    first = comm.index("expert") * reach.run
+    return range(first, first + reach.run)
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,14 @@ class _GatheredPlanning:
 class GatheredExchange:
     """Each rank gets the rows of all tokens of the group."""
 
-    def __init__(self, comm: Comm, experts: int):
-        self.comm, self.own = comm, own_experts(comm, experts)
+    def __init__(self, comm: Comm, reach: Reach):
+        self.comm, self.reach, self.own = comm, reach, _own_of(comm, reach)
 
     def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> _GatheredPlanning:
         """Begin to gather the choices of all tokens of the group."""
         with self.comm.step.phase("dispatch"):
-            padded = F.pad(choice_nk, (0, 0, 0, most - len(choice_nk)), value=-1)
+            reached_nk = self.reach.choice(choice_nk, len(counts_e))
+            padded = F.pad(reached_nk, (0, 0, 0, most - len(choice_nk)), value=-1)
             return _GatheredPlanning(self, *self.comm.start_all_gather("expert", padded), len(choice_nk))
 
     def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -134,7 +144,7 @@ class _SentPlan:
     order_m: torch.Tensor
     """For each row of this rank's experts, sorted by expert, its place among all that came, by source."""
     choices: torch.Tensor
-    """The places of the choices of this rank's tokens, sorted by expert, int64 [n k]."""
+    """The places of this rank's tokens' choices of experts that are reached, sorted by expert, int64."""
     rows: torch.Tensor
     """The token of each row that is sent, int64."""
     tokens: int
@@ -152,8 +162,9 @@ class _SentPlan:
 class _SentPlanning:
     exchange: SentExchange
     goes_en: torch.Tensor
-    """bool [e, n]: to which ranks a token's row goes."""
+    """bool [e + 1, n]: to which ranks a token's row goes, and whether it has chosen experts that are not reached."""
     choice_nk: torch.Tensor
+    """Numbers among the experts that are reached."""
     numbers: torch.Tensor
     """int64 [e, E + e]: by source, the choices of each expert, and the rows to each rank."""
     gathering: Handle
@@ -161,7 +172,7 @@ class _SentPlanning:
     def finished(self) -> _SentPlan:
         """Once the numbers are known, exchange which rows the choices are of."""
         exchange, (tokens, per_token) = self.exchange, self.choice_nk.shape
-        comm, own, size = exchange.comm, exchange.own, len(self.goes_en)
+        comm, own, size = exchange.comm, exchange.own, len(self.goes_en) - 1
         with comm.step.phase("dispatch"):
             self.gathering.wait()
         counting = NumbersForHost(self.numbers.flatten())
@@ -176,7 +187,8 @@ class _SentPlanning:
         sent_rows, received_rows = by_source[me][experts:], [of_source[experts + me] for of_source in by_source]
         sent_choices = [sum(by_source[me][first : first + len(own)]) for first in range(0, experts, len(own))]
         received_choices = [sum(counts) for counts in own_counts]
-        came = exchange.exchanged(row_of_choice, sent_choices, received_choices, "dispatch")
+        sent = sum(sent_choices)  # choices of experts that are not reached are the last
+        came = exchange.exchanged(row_of_choice[:sent], sent_choices, received_choices, "dispatch")
         sources = torch.tensor(received_choices, device=came.device)
         firsts = torch.tensor([0, *accumulate(received_rows)][:-1], device=came.device)
         total = sum(received_choices)
@@ -185,12 +197,12 @@ class _SentPlanning:
         each = torch.tensor([count for counts in own_counts for count in counts], device=came.device)
         of_choice = numbers_of_own.repeat_interleave(each, output_size=total)
         order_m = of_choice.sort(stable=True).indices
-        going = (~self.goes_en).flatten().sort(stable=True).indices[: sum(sent_rows)]
+        going = (~self.goes_en[:size]).flatten().sort(stable=True).indices[: sum(sent_rows)]
         return _SentPlan(
             counts=tuple(map(sum, zip(*own_counts, strict=True))),
             index_m=came[order_m],
             order_m=order_m,
-            choices=choices,
+            choices=choices[:sent],
             rows=going % max(tokens, 1),
             tokens=tokens,
             per_token=per_token,
@@ -204,18 +216,19 @@ class _SentPlanning:
 class SentExchange:
     """A token's row goes once to each rank that has experts chosen for it."""
 
-    def __init__(self, comm: Comm, experts: int):
-        self.comm, self.own = comm, own_experts(comm, experts)
+    def __init__(self, comm: Comm, reach: Reach):
+        self.comm, self.reach, self.own = comm, reach, _own_of(comm, reach)
 
     def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> _SentPlanning:
         """Begin to tell all ranks how many rows go where."""
         size, tokens = self.comm.size("expert"), len(choice_nk)
-        goes_ne = torch.zeros(tokens, size, dtype=torch.bool, device=choice_nk.device)
-        goes_ne.scatter_(1, (choice_nk // len(self.own)).long(), True)
-        numbers = torch.cat([counts_e, goes_ne.sum(0)])
+        reached_nk = self.reach.choice(choice_nk, len(counts_e))
+        goes_ne = torch.zeros(tokens, size + 1, dtype=torch.bool, device=choice_nk.device)
+        goes_ne.scatter_(1, (reached_nk // len(self.own)).long(), True)
+        numbers = torch.cat([self.reach.counts(counts_e), goes_ne[:, :size].sum(0)])
         with self.comm.step.phase("dispatch"):
             gathered, gathering = self.comm.start_all_gather("expert", numbers.unsqueeze(0))
-        return _SentPlanning(self, goes_ne.t().contiguous(), choice_nk, gathered, gathering)
+        return _SentPlanning(self, goes_ne.t().contiguous(), reached_nk, gathered, gathering)
 
     def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
         """The rows of tokens that experts of this rank were chosen for."""
@@ -241,7 +254,7 @@ class SentExchange:
     def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
         """The gradients of the factors of this rank's tokens."""
         sent = _sent(plan)
-        going, grads = torch.empty_like(grads_m), grads_m.new_empty(sent.tokens * sent.per_token)
+        going, grads = torch.empty_like(grads_m), grads_m.new_zeros(sent.tokens * sent.per_token)
         going[sent.order_m] = grads_m
         grads[sent.choices] = self.exchanged(going, sent.received_choices, sent.sent_choices, "combine")
         return grads.view(-1, sent.per_token)

@@ -1,7 +1,7 @@
 """How tokens come to their experts, and the experts' results back to the tokens.
 
 An exchange has two operations, of which each is the other's backward. Here is the one without communication, of a rank
-that has all experts.
+whose tensor group has all experts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,32 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The experts of a layer that an exchange reaches. All, unless tensor ranks have different ones: number j of t has
+    the runs i t + j of the experts' equal runs, i being the rank's place in the exchange."""
+
+    run: int
+    """Experts of each rank."""
+    tensor: int = 1
+    """Number of tensor ranks with different experts (t)."""
+    index: int = 0
+    """This one's index among them (j)."""
+
+    def choice(self, choice_nk: torch.Tensor, experts: int) -> torch.Tensor:
+        """The chosen ones' numbers among those that are reached; for others, the number of these. `experts`: of the
+        layer."""
+        if self.tensor == 1:
+            return choice_nk
+        runs = choice_nk // self.run
+        numbers = runs // self.tensor * self.run + choice_nk % self.run
+        return torch.where(runs % self.tensor == self.index, numbers, experts // self.tensor)
+
+    def counts(self, counts_e: torch.Tensor) -> torch.Tensor:
+        """Those of the experts that are reached."""
+        return counts_e.view(-1, self.tensor, self.run)[:, self.index].flatten()
 
 
 class Plan(Protocol):
@@ -65,8 +91,10 @@ class Planning(Protocol):
 class _LocalPlan:
     counts: tuple[int, ...]
     order_m: torch.Tensor
-    """The places of the experts' rows among all tokens' choices, int64 [n k]."""
+    """The places of the experts' rows among all tokens' choices, int64 [m]."""
     per_token: int
+    choices: int
+    """Number of these choices (n k)."""
 
     @property
     def index_m(self) -> torch.Tensor:
@@ -76,20 +104,28 @@ class _LocalPlan:
 @dataclass(frozen=True)
 class _LocalPlanning:
     counts: NumbersForHost
-    order_m: torch.Tensor
+    order: torch.Tensor
     per_token: int
 
     def finished(self) -> _LocalPlan:
-        return _LocalPlan(tuple(self.counts.read()), self.order_m, self.per_token)
+        counts = tuple(self.counts.read())
+        return _LocalPlan(counts, self.order[: sum(counts)], self.per_token, len(self.order))
 
 
 class LocalExchange:
-    """For a rank that has all experts: rows stay where they are."""
+    """For a rank whose tensor group has all experts: rows stay where they are."""
+
+    def __init__(self, reach: Reach | None = None):
+        """`reach`: the rank's experts, if others of the group have others."""
+        self.reach = reach
 
     def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> _LocalPlanning:
         """Sort the choices by expert, and within by token."""
-        order_m = choice_nk.flatten().sort(stable=True).indices
-        return _LocalPlanning(NumbersForHost(counts_e), order_m, choice_nk.shape[1])
+        per_token = choice_nk.shape[1]
+        if self.reach is not None:
+            choice_nk, counts_e = self.reach.choice(choice_nk, len(counts_e)), self.reach.counts(counts_e)
+        order = choice_nk.flatten().sort(stable=True).indices
+        return _LocalPlanning(NumbersForHost(counts_e), order, per_token)
 
     def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
         """The rows themselves."""
@@ -107,7 +143,7 @@ class LocalExchange:
     def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
         """Sorted by token again."""
         assert isinstance(plan, _LocalPlan)
-        grads = torch.empty_like(grads_m)
+        grads = grads_m.new_zeros(plan.choices)
         grads[plan.order_m] = grads_m
         return grads.view(-1, plan.per_token)
 

@@ -2,10 +2,10 @@
 
 What enters is gathered once, and all that the router, the experts and the shared experts compute is a part of the
 tensor-parallel region: each expert, and the shared experts as one MLP, are split over tensor ranks by their inner
-width, and their partial sums leave the region together. The router, and the gate of the shared experts, are whole on
-every tensor rank, where they compute equal bits. A token's factor for an expert gets its gradient from each rank's part
-of the inner width, so the gradients of router and gate are partial sums too; only tensor rank 0 adds the router's own
-losses.
+width, or tensor ranks have different whole experts, and their partial sums leave the region together. The router, and
+the gate of the shared experts, are whole on every tensor rank, where they compute equal bits. A token's factor for an
+expert gets its gradient from each rank's part of the inner width, or from the rank that has the expert, so the
+gradients of router and gate are partial sums too; only tensor rank 0 adds the router's own losses.
 
 Shapes: s sequence, b micro-batch, n = s b tokens, h hidden, E experts, k experts per token, m rows of the experts that
 the rank has, f inner width on this rank, t tensor-parallel size.
@@ -108,9 +108,11 @@ class ExpertMLP(nn.Module):
         bias_e: torch.Tensor | None = None,
         exchange: Exchange | None = None,
         numbers: range | None = None,
+        whole: bool = False,
     ):
         """`bias_e`: what is added to the scores for the choice, fp32 [E]; it may change between steps. `numbers`: those
-        of the experts that the rank has, to which `exchange` brings tokens; default: all."""
+        of the experts that the rank has, to which `exchange` brings tokens; default: all. `whole`: they are not split
+        over tensor ranks."""
         super().__init__()
         moe, hidden = model.moe, model.hidden_size
         assert moe is not None
@@ -118,7 +120,7 @@ class ExpertMLP(nn.Module):
         self.exchange: Exchange = exchange or LocalExchange()
         self.losses = RouterLosses(model)
         self.router = _Matrix((moe.experts, hidden), None, region, spreads.of_inputs)
-        ranks = region.tensor_size, region.comm.index("tensor")
+        ranks = (1, 0) if whole else (region.tensor_size, region.comm.index("tensor"))
         own = numbers or range(moe.experts)
         self.experts = ExpertWeights(hidden, moe.ffn_hidden_size, own, ranks, *spreads)
         self.shared: SharedExperts | None = None

@@ -31,8 +31,9 @@ class ExpertWeights(ShardedModule):
     def __init__(
         self, hidden: int, inner: int, numbers: range, tensor: tuple[int, int], std: float, residual_std: float
     ):
-        """`inner`: whole inner width; `numbers`: those of the rank's experts within the layer; `tensor`: number and
-        index of the tensor ranks; `residual_std`: standard deviation of the downs."""
+        """`inner`: whole inner width; `numbers`: those of the rank's experts within the layer; `tensor`: number of the
+        tensor ranks that share each expert, and this one's index among them; `residual_std`: standard deviation of the
+        downs."""
         super().__init__()
         self.numbers = numbers
         size, start = inner // tensor[0], tensor[1] * (inner // tensor[0])

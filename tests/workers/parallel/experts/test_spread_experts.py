@@ -64,7 +64,7 @@ def made(row: Row) -> dict[str, Any]:
 OUTSIDE = ("sequences", "moe", "train")
 
 
-def job(given: dict[str, Any], dispatch: str) -> dict[str, Any]:
+def job(given: dict[str, Any], dispatch: str | None) -> dict[str, Any]:
     """One step of a small model without momentum, so that the first moment is the gradient itself."""
     parallel = {key: value for key, value in given.items() if key not in OUTSIDE}
     tensor = parallel.get("tensor", 1)
@@ -122,6 +122,23 @@ def test_jobs_with_spread_experts_meet_every_choice():
 def test_gradients_with_spread_experts_equal_those_of_a_plain_model(ranks, part):
     for row, one in jobs()[part::8]:
         compare(ranks, row, one)
+
+
+@pytest.mark.parametrize(
+    ("given", "dispatch"),
+    [
+        ({"expert": 2}, None),
+        ({"expert": 2, "data": 2, "zero": 0, "sequence_parallel": False, "sequences": 7}, None),
+        ({"expert": 4, "data": 2, "sequences": 7, "recompute": "full", **MORE["frozen"]}, "all_gather"),
+        ({"expert": 4, "data": 2, "sequences": 7, "moe": SHARED, "recompute": "selective"}, "all_to_all"),
+        ({"expert": 4, "pipeline": 2, "data": 2, "schedule": "zb-v", "virtual_stages": 2, "moe": SHARED}, "all_to_all"),
+        ({"expert": 4, "data": 2, "context": 2, "context_method": "ring"}, "all_gather"),
+    ],
+)
+def test_whole_experts_on_each_of_two_tensor_ranks_equal_those_of_a_plain_model(ranks, given, dispatch):
+    moe = {"experts": 8, "ffn_hidden_size": 9, **given.get("moe", {})}  # which two ranks could not share
+    moe |= {"shared_ffn_hidden_size": 10} if "shared" in moe else {}
+    compare(ranks, given, job({"tensor": 2, "expert_tensor": 1, "sequences": 8, **given, "moe": moe}, dispatch))
 
 
 def compare(ranks: Any, row: Row, one: dict[str, Any]) -> None:
