@@ -240,15 +240,15 @@ def test_state_with_spread_experts_is_bit_equal_over_a_chain_of_layouts(ranks, c
 
 
 @pytest.mark.soak
-def test_state_of_spread_experts_in_any_layout_is_read_by_any_other(ranks, corpus, tmp_path):
-    for number, writer in enumerate(EXPERTS):
-        first = written_by(writer, OF_EXPERTS, ranks, corpus, tmp_path / str(number))
-        bias = manifest_of(first.path).small["router_bias"]
-        for layout in EXPERTS:
-            resaved = resaved_by(layout, OF_EXPERTS, first.path, ranks, corpus, tmp_path / f"{number} {layout}")
-            assert_kept(first, resaved)
-            assert bias == manifest_of(resaved.path).small["router_bias"]
-            assert all(rank.router_bias == bias for rank in resaved.by_rank) and any(bias)
+@pytest.mark.parametrize("writer", EXPERTS)
+def test_state_of_spread_experts_in_any_layout_is_read_by_any_other(ranks, corpus, tmp_path, writer):
+    first = written_by(writer, OF_EXPERTS, ranks, corpus, tmp_path / "first")
+    bias = manifest_of(first.path).small["router_bias"]
+    for layout in EXPERTS:
+        resaved = resaved_by(layout, OF_EXPERTS, first.path, ranks, corpus, tmp_path / layout)
+        assert_kept(first, resaved)
+        assert bias == manifest_of(resaved.path).small["router_bias"]
+        assert all(rank.router_bias == bias for rank in resaved.by_rank) and any(bias)
 
 
 def test_frozen_spread_experts_are_written_once_and_read_by_other_layouts(ranks, corpus, tmp_path):
