@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 STEPS = 80
@@ -36,6 +36,7 @@ LAYOUTS: tuple[Layout, ...] = (
     (2, 1, 2, 2),
 )
 """(tensor, pipeline, context, data)."""
+MOE = {"experts": 12, "per_token": 2, "ffn_hidden_size": 16, "shared": 1, "balance": {"bias_rate": 0.01}}
 METHODS = ("all_gather", "ring", "all_to_all")
 IN_STEP = ("data", "forward", "backward", "reduction", "optimizer", "snapshot", "checkpoint")
 HANGS_IN = ("data", "forward", "backward", "reduction", "optimizer")
@@ -102,19 +103,25 @@ class Job:
     """Of context parallelism."""
     adapters: bool = False
     """Whether only low-rank adapters are trained."""
+    expert: int = 0
+    """Ranks over which a layer's experts are spread; 0: the model has none."""
 
     @property
     def name(self) -> str:
         """For people."""
         sizes = "x".join(str(size) for size in self.layout)
-        return f"{sizes} zero {self.zero}" + f" {self.method}" * (self.method is not None) + " lora" * self.adapters
+        more = f" {self.method}" * (self.method is not None) + " lora" * self.adapters
+        return f"{sizes} zero {self.zero}{more}" + f" experts {self.expert}" * (self.expert > 0)
 
     def document(self, seed: int) -> dict[str, Any]:
         """For submission."""
         tensor, pipeline, context, data = self.layout
         return {
             "name": f"chaos {self.name}",
-            "model": {"layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32},
+            "model": {
+                "layers": 2, "hidden_size": 32, "heads": 4, "sequence_length": 32,
+                **({"family": "llama", "moe": MOE} if self.expert else {}),
+            },
             "data": {"source": "python-stdlib", "tokenizer": "bytes"},
             "train": {
                 "steps": STEPS,
@@ -129,12 +136,13 @@ class Job:
                 "context": context,
                 "context_method": self.method,
                 "data": data,
+                "expert": self.expert or None,
                 "zero": self.zero,
                 "sequence_parallel": tensor > 1,
             },
             "checkpoint": {"every_steps": CHECKPOINT_EVERY, "keep": 3},
             "recovery": {"max_restarts": MAX_RESTARTS},
-        }
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,11 @@ def _job(draw: random.Random) -> Job:
     _, pipeline, context, data = layout
     stages = (0, 1) if pipeline > 1 else (0, 1, 2, 3)
     zero = draw.choice(stages) if context * data > 1 else 0
-    return Job(layout, zero, draw.choice(METHODS) if context > 1 else None, draw.random() < 0.3)
+    job = Job(layout, zero, draw.choice(METHODS) if context > 1 else None, draw.random() < 0.3)
+    if zero > 1 or job.adapters or draw.random() < 0.5:
+        return job
+    sizes = [size for size in range(2, 5) if context * data % size == 0]
+    return replace(job, expert=draw.choice(sizes or [1]))
 
 
 def _strike(way: str, step: int, ranks: int, draw: random.Random) -> Strike:

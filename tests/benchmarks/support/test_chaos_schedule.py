@@ -35,11 +35,12 @@ def test_chaos_schedules_draw_every_fault_and_all_can_be_carried_out():
     assert drawn == set(WAYS) == set(CARRIED_OUT)
 
 
-def test_chaos_schedules_draw_every_layout_method_stage_of_zero_and_adapters():
+def test_chaos_schedules_draw_every_layout_method_stage_of_zero_adapters_and_experts():
     jobs = [schedule(7, number).job for number in MANY]
     assert {job.layout for job in jobs} == set(LAYOUTS)
     assert {(job.method, job.zero) for job in jobs} == set(itertools.product((None, *METHODS), range(4)))
     assert {(job.zero, job.adapters) for job in jobs} == set(itertools.product(range(4), (False, True)))
+    assert {(job.zero, job.expert) for job in jobs if job.expert > 1} == set(itertools.product((0, 1), (2, 3, 4)))
 
 
 def test_chaos_schedule_injects_each_error_at_most_once():

@@ -241,6 +241,18 @@ def test_state_with_spread_experts_is_bit_equal_over_a_chain_of_layouts(ranks, c
     assert all(each == pytest.approx(expected, rel=1e-5) for of_layout in numbers.values() for each in of_layout)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("writer", EXPERTS)
+def test_state_of_spread_experts_in_any_layout_is_read_by_any_other(ranks, corpus, tmp_path, writer):
+    first = written_by(writer, OF_EXPERTS, ranks, corpus, tmp_path / "first")
+    bias = manifest_of(first.path).small["router_bias"]
+    for layout in EXPERTS:
+        resaved = resaved_by(layout, OF_EXPERTS, first.path, ranks, corpus, tmp_path / layout)
+        assert_kept(first, resaved)
+        assert bias == manifest_of(resaved.path).small["router_bias"]
+        assert all(rank.router_bias == bias for rank in resaved.by_rank) and any(bias)
+
+
 def test_frozen_spread_experts_are_written_once_and_read_by_other_layouts(ranks, corpus, tmp_path):
     train = {"frozen": ["layers.1.mlp.experts", "layers.0"]}
     written = written_by("e2 d4 zero 0 small buckets", OF_EXPERTS, ranks, corpus, tmp_path / "first", **train)

@@ -44,8 +44,22 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "c4 zero 0": {"context": 4, "zero": 0},
     "p2, three layers and one": {"pipeline": 2, "stage_layers": [3, 1]},
 }  # fmt: skip
+EXPERTS: dict[str, dict[str, Any]] = {
+    "e1": {},
+    "e1 t2": {"tensor": 2},
+    "e2 zero 0": {"data": 2, "expert": 2, "zero": 0},
+    "e3 t2 small buckets": {"data": 3, "expert": 3, "tensor": 2, **SMALL},
+    "e2 d4": {"data": 4, "expert": 2, "expert_dispatch": "all_to_all"},
+    "e3 d6": {"data": 6, "expert": 3},
+}
+"""Layouts of a model of experts."""
+ALL = LAYOUTS | EXPERTS
 STEPS = 2
 MODEL = {"hidden_size": 16, "kv_heads": 2}
+OF_EXPERTS = {
+    "family": "llama", "hidden_size": 16, "bias": False,
+    "moe": {"experts": 6, "per_token": 2, "ffn_hidden_size": 8, "balance": {"bias_rate": 0.001}},
+}  # fmt: skip
 Whole = dict[str, torch.Tensor]
 
 
@@ -70,17 +84,15 @@ class RankFiles:
 
 def written_by(layout: str, ranks: Any, corpus: str, folder: Path, **sections: Any) -> RankFiles:
     """Train from the start in one layout."""
-    document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
-    return RankFiles(
-        folder, ranks.run(ParallelConfig(**LAYOUTS[layout]), train_and_snapshot, document, str(folder), STEPS)
-    )
+    document = job(corpus, ALL[layout], **{"model": MODEL, **sections})
+    return RankFiles(folder, ranks.run(ParallelConfig(**ALL[layout]), train_and_snapshot, document, str(folder), STEPS))
 
 
 def resharded(layout: str, written: RankFiles, ranks: Any, corpus: str, more: int = 0, **sections: Any) -> Any:
     """Go on in another layout: what each rank found."""
-    document = job(corpus, LAYOUTS[layout], model=MODEL, **sections)
+    document = job(corpus, ALL[layout], **{"model": MODEL, **sections})
     arguments = (document, written.paths, STEPS, str(written.folder), more)
-    return ranks.run(ParallelConfig(**LAYOUTS[layout]), load_from_memory, *arguments)
+    return ranks.run(ParallelConfig(**ALL[layout]), load_from_memory, *arguments)
 
 
 def elements(by_rank: list[RankOutcome], which: str = "loaded") -> Whole:
@@ -153,6 +165,21 @@ def test_masters_and_loss_scale_are_the_same_in_another_layout(ranks, corpus, tm
     assert_equal(elements(by_rank), elements(source.by_rank))
     assert all(rank.loss_scale == source.by_rank[0].loss_scale for rank in by_rank)
     assert source.by_rank[0].loss_scale[1] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("e2 d4", "e3 t2 small buckets"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in itertools.permutations(EXPERTS, 2)),
+    ],
+)
+def test_spread_experts_and_routers_biases_are_the_same_in_another_layout(ranks, corpus, tmp_path, old, new):
+    source = written_by(old, ranks, corpus, tmp_path / "shared", model=OF_EXPERTS)
+    by_rank = resharded(new, source, ranks, corpus, model=OF_EXPERTS)
+    assert_equal(elements(by_rank), elements(source.by_rank))
+    assert any(source.by_rank[0].router_bias)
+    assert all(rank.router_bias == source.by_rank[0].router_bias for rank in (*source.by_rank, *by_rank))
 
 
 def test_missing_snapshot_file_is_replaced_by_that_of_another_replica(written, ranks, corpus, tmp_path):

@@ -117,6 +117,8 @@ class RankOutcome:
     computing: list[Placed]
     """The parameters that it computes with, right after the restore."""
     loss_scale: list[float]
+    router_bias: list[float]
+    """Empty if the model's routers have none."""
     statistics: list[tuple[float, float]]
     """(loss, gradient norm) of each further step."""
 
@@ -130,7 +132,8 @@ def _look(trainer: Trainer) -> RankOutcome:
     ]
     loaded += placed(engine, "model", torch.cat(optimizer.frozen or [torch.empty(0)]), optimizer.frozen_stored)
     computing = placed(engine, "model", engine.flat.parameters, engine.flat.values.ranges)
-    return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), [])
+    bias = [each for part in engine.parts() if part.name == "router_bias" for each in part.tensors[0].tolist()]
+    return RankOutcome(loaded, computing, engine.loss_scale.state.tolist(), bias, [])
 
 
 def train_and_save(comm: Comm, document: dict[str, Any], folder: str, steps: int) -> RankOutcome:
@@ -203,7 +206,7 @@ def load_from_memory(
     comm.barrier()
     trainer.reporter.close()
     rows = [row["step"] for row in rows_of(messages)]
-    return Resharded(state_seen.loaded, state_seen.computing, state_seen.loss_scale, state_seen.statistics, left, rows)
+    return Resharded(**vars(state_seen), paths=left, rows=rows)
 
 
 def fail_to_load_from_memory(
