@@ -35,7 +35,7 @@ class Reach:
         return torch.where(runs % self.tensor == self.index, numbers, experts // self.tensor)
 
     def counts(self, counts_e: torch.Tensor) -> torch.Tensor:
-        """Those of the experts that are reached."""
+        """How often each expert that is reached was chosen."""
         return counts_e.view(-1, self.tensor, self.run)[:, self.index].flatten()
 
 
