@@ -146,9 +146,9 @@ PLACES += [("recompute", "outward"), ("forward", "finished"), ("backward", "weig
     ("experts", "backend"),
     [
         ("all_gather", "links"),
-        ("all_to_all", "process_groups"),
+        ("all_to_all", "links"),
         pytest.param("all_gather", "process_groups", marks=pytest.mark.soak),
-        pytest.param("all_to_all", "links", marks=pytest.mark.soak),
+        pytest.param("all_to_all", "process_groups", marks=pytest.mark.soak),
     ],
 )
 def test_cuts_and_kills_in_each_part_of_an_exchange_change_no_bit(ranks, corpus, tmp_path, clean, experts, backend):
