@@ -5,6 +5,8 @@ Shapes: s sequence, b micro-batch, h hidden, a heads, g key-value heads, d head 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ from manta.workers.parallel.tensor.dropout import derived_keys
 from manta.workers.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, paired_forward
 
 
-class HeadsAttention(nn.Module):
+class HeadsAttention(nn.Module, ABC):
     """softmax(q k^T / sqrt(d)) v of heads that a subclass projects, and the product after it."""
 
     output: RowParallelLinear
@@ -38,11 +40,11 @@ class HeadsAttention(nn.Module):
         self.heads, self.head_size, self.value_size = model.heads // t, model.head_size, model.value_size
         self.key_value_heads = max(1, model.key_value_heads // t)
 
+    @abstractmethod
     def _projections(
         self, x: torch.Tensor, recompute_norm: Recomputation | None, run: ForwardPass
     ) -> tuple[torch.Tensor, ...]:
         """q [s, b, a/t, d], k and v [s, b, g/t, d]; if x is [b, s, h], these are [b, s, ...]."""
-        raise NotImplementedError
 
     def forward(
         self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None

@@ -35,7 +35,7 @@ def test_chaos_schedules_draw_every_fault_and_all_can_be_carried_out():
     assert drawn == set(WAYS) == set(CARRIED_OUT)
 
 
-def test_chaos_schedules_draw_every_layout_method_stage_of_zero_adapters_and_experts():
+def test_chaos_schedules_draw_every_kind_of_layout():
     jobs = [schedule(7, number).job for number in MANY]
     assert {job.layout for job in jobs} == set(LAYOUTS)
     assert {(job.method, job.zero) for job in jobs} == set(itertools.product((None, *METHODS), range(4)))

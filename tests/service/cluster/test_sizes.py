@@ -97,7 +97,7 @@ def test_elastic_size_is_the_wanted_one_or_the_nearest_with_room(least, more, wa
     ([0, 2, 3, 4, 5], (2, 3, 4, 5)), ([0, 1, 3, 4], (0, 1, 3, 4)), ([1, 2, 4], (1, 2)), ([1, 4, 5], (4, 5)),
     ([3], None),
 ])  # fmt: skip
-def test_job_without_some_replicas_continues_with_expert_groups_that_are_whole_first(left, staying):
+def test_whole_expert_groups_come_first_after_replicas_are_lost(left, staying):
     job = spread(data=6, elastic={"min_data": 2})
     assert staying_replicas(sizes_of(job), job.layout, left) == staying
 
@@ -140,7 +140,7 @@ def test_smaller_elastic_shapes_divide_the_submitted_one_largest_first_if_allowe
     assert [sizes_of_shape(shape.layout)[:3] for shape in shapes_of(reshaping(**parallel))] == shapes
 
 
-def test_experts_of_a_reshaping_job_are_spread_over_fewer_ranks_where_too_few_replicas_fit():
+def test_reshaping_job_with_few_replicas_spreads_experts_over_fewer_ranks():
     shapes = shapes_of(spread(4, elastic={"min_data": 1, "reshape": True}, parallel={"tensor": 2}))
     assert [sizes_of_shape(shape.layout)[::3] for shape in shapes] == [(2, 4), (2, 2), (2, 1), (1, 4), (1, 2), (1, 1)]
     found = [fitting(shapes, 4, on(a=free)) for free in (4, 3, 2, 1)]
@@ -149,7 +149,7 @@ def test_experts_of_a_reshaping_job_are_spread_over_fewer_ranks_where_too_few_re
     assert all(find_problems(each) == [] for each in found)
 
 
-def test_a_reshaping_job_with_whole_experts_on_tensor_ranks_keeps_them_where_both_sizes_fit():
+def test_reshaping_job_keeps_whole_experts_where_both_sizes_fit():
     whole = {"tensor": 2, "expert_tensor": 1, "expert_dispatch": "all_to_all"}
     submitted = spread(4, parallel=whole, elastic={"min_data": 1, "reshape": True})
     layouts = [shape.layout for shape in shapes_of(submitted)]

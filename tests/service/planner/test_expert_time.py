@@ -57,7 +57,7 @@ def test_ranks_of_a_token_are_those_counted_choice_by_choice():
         assert ranks_per_token(moe, size) == pytest.approx(sum(ranks) / len(ranks))
 
 
-def test_rows_of_a_rank_are_all_choices_alone_and_the_mean_times_the_imbalance_in_a_group():
+def test_planned_rows_are_exact_on_one_rank_and_have_a_margin_in_a_group():
     alone, spread = with_experts(), with_experts(data=4, expert=4)
     tokens = 512
     assert planned_rows(alone) == (2 * tokens, 1.25 * 2 * tokens / 8, 0)

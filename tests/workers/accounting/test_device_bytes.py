@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from one_layer import OneLayer
 from rank_programs import micro_batches
 
 from manta.workers.accounting import state_costs, step_peak
-from manta.workers.accounting.activation_bytes import host_bytes_of_rank
+from manta.workers.accounting.activation_bytes import ExpertRows, host_bytes_of_rank, rows_of_share
 from manta.workers.accounting.device_bytes import arriving_bytes, bytes_of_stage, device_bytes, halves_bytes
 from manta.workers.accounting.layer_passes import LayerPasses
-from manta.workers.accounting.routed_bytes import bytes_for, counted_rows, worst_bytes
+from manta.workers.accounting.routed_bytes import NO_ROWS, bytes_for, worst_bytes
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.accounting.unit_bytes import units_of
@@ -308,6 +309,18 @@ def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
     train = JOBS[name].train
     fewer = train.model_copy(update={"global_batch_size": train.global_batch_size // 2})
     assert_as_accounted(JOBS[name].model_copy(update={"train": fewer}), stage)
+
+
+def counted_rows(spec: JobSpec, tokens: Sequence[Sequence[int]]) -> tuple[ExpertRows, ...]:
+    """For each layer, rows of the rank with most, if a full micro-batch is spread over experts like `tokens`, [layers
+    with experts, experts]: those of a step, for example."""
+    rows, size = [NO_ROWS] * spec.model.layers, spec.layout.expert_size
+    for layer, counts in zip(spec.model.expert_layers, tokens, strict=True):
+        each, total = len(counts) // size, max(1, sum(counts))
+        ranks = [counts[first : first + each] for first in range(0, len(counts), each)]
+        busiest = max(ranks, key=sum)
+        rows[layer] = rows_of_share(spec, sum(busiest) * size / total, max(busiest) * len(counts) / total)
+    return tuple(rows)
 
 
 @pytest.mark.parametrize(
