@@ -392,6 +392,8 @@ async def _checked(document: Any, control: ControlPlane, files: FileReads) -> Jo
 async def _refuse_first_rows(spec: JobSpec, control: ControlPlane, files: FileReads) -> None:
     """Raise SpecError if a file of the job, as this machine sees it, begins with something that is not a document. What
     is not known in time is found out before the job starts."""
+    if not named_paths(spec):
+        return
     with contextlib.suppress(FilesTimeout):
         problem = await files.run(partial(control.data_roots.problem_of_first_rows, spec))
         if problem is not None:

@@ -114,11 +114,12 @@ def test_slow_operations_do_not_block_other_requests(service, monkeypatch, ask):
 
 def test_submission_on_a_hanging_file_system_gets_503_and_one_without_files_succeeds(service, monkeypatch):
     """Of as many that hang as there are threads each keeps one until the file system answers."""
-    go_on, weights = threading.Event(), {**DOCUMENT, "model": {"from": "/away"}}
+    go_on, gone_on, weights = threading.Event(), threading.Event(), {**DOCUMENT, "model": {"from": "/away"}}
 
     def stand_still(document, _roots):
         if document["model"].get("from") == "/away":
-            assert go_on.wait(SECONDS)
+            go_on.wait(SECONDS)
+            gone_on.set()
         return document
 
     monkeypatch.setattr(planning, "with_shape_of_weights", stand_still)
@@ -128,7 +129,8 @@ def test_submission_on_a_hanging_file_system_gets_503_and_one_without_files_succ
         refused = [each.result() for each in (*asked, pool.submit(service.http.post, "/v1/jobs", json=weights))]
     assert {(each.status_code, each.json()["code"]) for each in refused} == {(503, "files_silent")}
     assert "see that it is mounted" in refused[0].json()["detail"]
-    assert service.submit()["state"] == "QUEUED", "one that names no files needs none of those threads"
+    assert service.submit()["state"] == "QUEUED"
+    assert not gone_on.is_set(), "one that names no files needs none of those threads"
     go_on.set()
     assert service.http.post("/v1/jobs", json=weights).status_code == 422, "there are threads again"
 
