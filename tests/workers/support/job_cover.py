@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from engine_specs import document
@@ -97,34 +98,53 @@ def _micro_batches(row: Row) -> int:
     return 2 * pipeline if SCHEDULES[row["schedule"]] > 1 or pipeline == 1 else pipeline + 1
 
 
-def covering(corpus: str, factors: Factors = FACTORS) -> list[tuple[Row, JobSpec]]:
+def covering_all(corpus: str) -> list[tuple[Row, JobSpec]]:
     """Rows with their jobs."""
-    return cover(factors, lambda row: job_of(row, corpus))
+    return cover(FACTORS, lambda row: job_of(row, corpus))
 
 
-def cover(factors: Factors, make: Callable[[Row], Made]) -> list[tuple[Row, Made]]:
+def covering_most(corpus: str) -> list[tuple[Row, JobSpec]]:
+    """Fewer and smaller jobs: every schedule, layout and stage of ZeRO with every other, and nine tenths of all pairs
+    that jobs can have."""
+    return cover(FACTORS, lambda row: job_of(row, corpus), ("schedule", "layout", "zero"), _stages_of_all_ranks)
+
+
+def cover(
+    factors: Factors,
+    make: Callable[[Row], Made],
+    needed: Collection[str] | None = None,
+    cost: Callable[[Row], float] = lambda row: 1.0,
+) -> list[tuple[Row, Made]]:
     """Rows, each with what `make` makes of it. Drawn from a fixed seed: each is the best of some that meet a pair
-    nobody has met yet. `make`: raises SpecError or NotWanted where there is nothing."""
+    nobody has met yet. `make`: raises SpecError or NotWanted where there is nothing; `needed`: the factors whose values
+    must all meet, all without it; `cost`: by which the pairs that a row is the first to meet are divided."""
     draw = random.Random(_SEED)
     names = sorted(factors)
     left = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    open_pairs = {pair for pair in left if needed is None or {name for name, _ in pair} <= set(needed)}
     rows: list[tuple[Row, Made]] = []
-    while left:
-        wanted = min(left, key=repr)
+    while open_pairs := open_pairs & left:
+        wanted = min(open_pairs, key=repr)
         drawn = [
             {name: draw.choice(values) for name, values in factors.items()} | dict(wanted) for _ in range(_CANDIDATES)
         ]
-        by_gain = sorted(drawn, key=lambda row: len(_pairs(row) & left), reverse=True)
+        by_gain = sorted(drawn, key=lambda row: len(pairs_of(row) & left) / cost(row), reverse=True)
         best = next(((row, made) for row in by_gain if (made := _if_any(make, row)) is not None), None)
         if best is None:
             left.discard(wanted)  # nothing has both
             continue
-        left -= _pairs(best[0])
+        left -= pairs_of(best[0])
         rows.append(best)
     return rows
 
 
-def _pairs(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+def _stages_of_all_ranks(row: Row) -> float:
+    contexts = 1 if row["context_method"] is None else 2
+    return math.prod(row["layout"]) * contexts * SCHEDULES[row["schedule"]]
+
+
+def pairs_of(row: Row) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
+    """Each value of a row beside each other one."""
     return set(itertools.combinations(sorted(row.items()), 2))
 
 
