@@ -57,6 +57,7 @@ def test_user_packages_named_like_folders_of_manta_are_never_imported(manta, use
     ranks, zygotes = map(psutil.Process, manta.pids(job)), own_processes.zygotes(manta.paths)
     for process in (*ranks, *zygotes, *manta.agents(), psutil.Process(int(running_service(manta.home)["pid"]))):
         assert str(users_packages) in process.environ()["PYTHONPATH"], "this process would not find them"
+    manta.release_job(job, 1)
     manta.until_state(job, "SUCCEEDED")
     assert not (users_packages / "imported").exists()
 
