@@ -121,8 +121,9 @@ def test_drawn_fault_scenarios_change_no_bit(ranks, corpus, tmp_path, clean, num
         check(ranks, drawn[1], tmp_path, clean)
 
 
-FEW_WITH_EXPERTS = ("66596", "282496")
-"""One with fewer ranks from its second generation on, one that rolls back with experts that each one rank has."""
+FEW_WITH_EXPERTS = ("118584", "220104")
+"""One over process groups with fewer ranks from its second generation on, one over links that rolls back with experts
+that each one rank has."""
 
 
 @pytest.mark.parametrize("seed", FEW_WITH_EXPERTS)

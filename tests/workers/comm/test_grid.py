@@ -70,13 +70,13 @@ def test_holders_of_the_same_parameters_are_the_ranks_of_all_replicas_and_contex
 def test_experts_are_spread_over_neighbouring_holders_and_held_by_one_of_each_group(grid):
     assert ("expert" in grid.axes) == ("expert_holders" in grid.axes) == (grid.expert > 1)
     for holders in grid.groups("holders"):
-        groups = [grid.group("expert", rank) for rank in holders]
-        assert [each for number, each in enumerate(groups) if number % grid.expert == 0] == [
+        group_of = {rank: grid.group("expert", rank) for rank in holders}
+        assert list(group_of.values())[:: grid.expert] == [
             holders[first : first + grid.expert] for first in range(0, len(holders), grid.expert)
         ]
-        for rank, group in zip(holders, groups, strict=True):
+        for rank, group in group_of.items():
             alike = grid.group("expert_holders", rank)
-            assert [grid.group("expert", each).index(each) for each in alike] == [group.index(rank)] * len(alike)
+            assert [group_of[each].index(each) for each in alike] == [group.index(rank)] * len(alike)
             assert alike == sorted(alike) and len(alike) * grid.expert == len(holders) and rank in alike
 
 

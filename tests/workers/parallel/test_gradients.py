@@ -157,30 +157,34 @@ ROUTER_SCALE, MARGIN = 16.0, 3e-5
 FLOOR, FLOOR_OF_ADAPTERS = 1e-3, 2e-2
 
 
-@functools.cache
-def named(rules: tuple[Callable[..., bool], ...]) -> list[tuple[tuple[str, ...], Callable[..., bool]]]:
-    """The rules with the factors that they speak of."""
-    return [(tuple(inspect.signature(rule).parameters), rule) for rule in rules]
+NAMED = [(inspect.signature(rule).parameters.keys(), rule) for rule in RULES]
+"""The rules with the factors that they speak of."""
+OF_FACTOR = {name: [each for each in NAMED if name in each[0]] for name in FACTORS}
 
 
-def allowed(row: Row) -> bool:
-    """Whether the row breaks no rule whose factors it has all chosen."""
-    return all(rule(*(row[name] for name in names)) for names, rule in named(RULES) if row.keys() >= set(names))
+def allowed(row: Row, newest: str | None = None) -> bool:
+    """Whether the row breaks no rule whose factors it has all chosen, if given that speaks of `newest`."""
+    rules = NAMED if newest is None else OF_FACTOR[newest]
+    return all(rule(*(row[name] for name in names)) for names, rule in rules if row.keys() >= names)
 
 
-RULED = tuple(name for name in FACTORS if any(name in names for names, _ in named(RULES)))
+RULED = tuple(name for name in FACTORS if OF_FACTOR[name])
 
 
-@functools.cache
 def admissible(choices: Choices) -> bool:
     """Whether some whole row that breaks no rule has these choices."""
+    return allowed(dict(choices)) and completable(choices)
+
+
+@functools.cache
+def completable(choices: Choices) -> bool:
+    """Whether some whole row that breaks no rule has these choices, which break none."""
     row = dict(choices)
-    if not allowed(row):
-        return False
     open_factor = next((name for name in RULED if name not in row), None)
-    if open_factor is None:
-        return True
-    return any(admissible(choices | {(open_factor, value)}) for value in FACTORS[open_factor])
+    return open_factor is None or any(
+        allowed(row | {open_factor: value}, open_factor) and completable(choices | {(open_factor, value)})
+        for value in FACTORS[open_factor]
+    )
 
 
 def combinations_to_cover(of_three: tuple[str, ...]) -> Iterator[Choices]:
