@@ -27,7 +27,7 @@ from tests.e2e.installation import Installation, check_rights, reaches
 from tests.e2e.machines import ROOT
 from tests.e2e.manta import EVERY_STEP, PAIR, SECONDS, SLOW_SECONDS
 
-STEPS, SAVED_EVERY = 200, 25
+STEPS, SAVED_EVERY = 100, 25
 WORKERS, PLANES = ("worker-1", "worker-2"), ("control-1", "control-2")
 RAY = ("ray-head", *WORKERS)
 SLOTS = 1
