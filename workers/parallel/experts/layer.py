@@ -13,7 +13,7 @@ the rank has, f inner width on this rank, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 from manta.workers.config import ModelConfig
 from manta.workers.parallel.experts.balance import RouterLosses, TokenOrder, counts_sequences
 from manta.workers.parallel.experts.choice import Choice, MicroBatchRouting
-from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, Planning
+from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, Plan
 from manta.workers.parallel.experts.routing import (
     chosen_experts,
     logits_gradient,
@@ -165,7 +165,7 @@ class ExpertMLP(nn.Module):
         """The choice, whose numbers the host waits for. In a step it is kept, and it and the router's losses are
         counted: this is the micro-batch's first forward."""
         experts_nk, counts_be, planning = choosing
-        routing, plan = run.routing, planning.finished()
+        routing, plan = run.routing, planning()
         if routing is None:
             return Choice(experts_nk, None, plan)
         routing.count(self.layer, counts_be.sum(0))
@@ -200,7 +200,7 @@ class ExpertMLP(nn.Module):
 class _Choosing(NamedTuple):
     experts_nk: torch.Tensor
     counts_be: torch.Tensor
-    planning: Planning
+    planning: Callable[[], Plan]
 
 
 class _RouterOutputs(NamedTuple):
@@ -297,7 +297,7 @@ class _ExpertMLP(torch.autograd.Function):
         run: ForwardPass,
         recompute_norm: Recomputation | None,
     ) -> torch.Tensor:
-        region, products, exchange = mlp.region, mlp.region.products, mlp.exchange
+        region, products = mlp.region, mlp.region.products
         full = gather(x, region)
         rows_nh, order = (
             full.reshape(-1, full.shape[-1]),
@@ -308,13 +308,11 @@ class _ExpertMLP(torch.autograd.Function):
         choosing = mlp.start_choosing(router.scores_ne, order, run)
         shared = None if mlp.shared is None else _SharedOutputs.of(mlp, mlp.shared, rows_nh)
         choice = choosing if isinstance(choosing, Choice) else mlp.chosen(choosing, router, run)
-        factors_nk = weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
+        plan, factors_nk = choice.plan, weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
         results_rh, *kept_mf = experts_forward(
-            exchange.outward(rows_nh, choice.plan),
-            exchange.weights_outward(factors_nk, choice.plan),
-            *(mlp.experts, choice.plan, products),
+            plan.outward(rows_nh), plan.weights_outward(factors_nk), mlp.experts, plan, products
         )
-        y_nh, active_nf = exchange.back(results_rh, choice.plan), None
+        y_nh, active_nf = plan.back(results_rh), None
         if mlp.shared is not None and shared is not None:
             active_nf = products.swiglu(shared.gate_nf, shared.up_nf)
             y_nh.add_(products.output(shared.down_input(active_nf), mlp.shared.down.weight))
@@ -333,7 +331,7 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mlp: ExpertMLP = ctx.mlp
         choice: Choice = ctx.choice
-        region, store, exchange = mlp.region, mlp.region.weight_gradients, mlp.exchange
+        region, store, plan = mlp.region, mlp.region.weight_gradients, choice.plan
         x, logits_ne, gates_mf, ups_mf, active_nf, *outputs = ctx.saved_tensors  # which may be recomputed, once
         shared_outputs = _SharedOutputs(*outputs) if mlp.shared is not None else None
         if ctx.recompute_norm is not None:
@@ -347,7 +345,7 @@ class _ExpertMLP(torch.autograd.Function):
         gathered = None if store.keeping or needed is None else start_gather(needed, region)
         router = _RouterOutputs(logits_ne, scores_of(logits_ne, mlp.moe), ctx.order)
         factors_nk = weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
-        grads_rh = exchange.outward(grads_nh, choice.plan)
+        grads_rh = plan.outward(grads_nh)
         of_shared: _SharedGradients | None = None
         if mlp.shared is not None and shared_outputs is not None:
             of_shared = _SharedGradients.of(mlp, mlp.shared, shared_outputs, active_nf, grads_nh)
@@ -356,16 +354,16 @@ class _ExpertMLP(torch.autograd.Function):
         at_once = None if gathered is None else gathered[0].reshape(-1, grad.shape[-1])
 
         def rows_for_experts(rows_nh: torch.Tensor | None) -> torch.Tensor | None:
-            return exchange.outward(rows_nh, choice.plan) if mlp.experts.reads_input and rows_nh is not None else None
+            return plan.outward(rows_nh) if mlp.experts.reads_input and rows_nh is not None else None
 
-        factors_m = exchange.weights_outward(factors_nk, choice.plan)
+        factors_m = plan.weights_outward(factors_nk)
         of_rows, deferred = experts_backward(
-            *(grads_rh, rows_for_experts(at_once), (gates_mf, ups_mf), factors_m, mlp.experts, choice.plan),
+            *(grads_rh, rows_for_experts(at_once), (gates_mf, ups_mf), factors_m, mlp.experts, plan),
             *(region.products, store),
         )
-        grad_x_nh = exchange.back(of_rows.rows_rh, choice.plan)
+        grad_x_nh = plan.back(of_rows.rows_rh)
         scale = mlp.loss_scale(ctx.routing)
-        of_logits_ne = mlp.logits_gradient(exchange.weights_back(of_rows.factors_m, choice.plan), router, choice, scale)
+        of_logits_ne = mlp.logits_gradient(plan.weights_back(of_rows.factors_m), router, choice, scale)
         mlp.router.add_input_gradient(grad_x_nh, of_logits_ne)
         if mlp.shared is not None and of_shared is not None:
             of_shared.add_input_gradient(mlp, mlp.shared, grad_x_nh)
