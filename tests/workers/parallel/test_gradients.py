@@ -401,8 +401,7 @@ def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, t
     for number, (row, expected) in enumerate(rows):
         steps, start = [rank[number] for rank in by_rank], expected.weights
         check(row, steps, expected, tolerance)
-        shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
-        after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])
+        after = assemble(start, [placed for rank in steps for placed in rank.parameters])
         same = {name for name in start if torch.equal(after[name].double(), start[name])}
         assert same == start.keys() - expected.gradients.keys(), "a step changes all that is trained"
 
@@ -410,8 +409,7 @@ def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, t
 def check(row: Row, steps: list[Steps], expected: Reference, tolerance: float) -> None:
     """Losses, norms, counts and gradients of all ranks against the reference."""
     gradients, has_losses = expected.gradients, row["experts"] in ("softmax", "sigmoid in groups")
-    shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-    whole = assemble(shapes, [placed for rank in steps for placed in rank.gradients])
+    whole = assemble(gradients, [placed for rank in steps for placed in rank.gradients])
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for rank in steps:
         assert rank.losses[0] == pytest.approx(expected.loss, rel=tolerance / 2), row

@@ -66,8 +66,7 @@ def steps_of(ranks: Any, name: str, tied: bool, *sizes: int, dtype: torch.dtype 
 def gradients_of(steps: list[Steps], name: str, tied: bool) -> dict[str, torch.Tensor]:
     """Of the whole model."""
     weights = random_weights(parse_job_spec(job(name, 0, tied)))
-    shapes = {each: tuple(tensor.shape) for each, tensor in weights.items()}
-    return assemble(shapes, [placed for rank in steps for placed in rank.gradients])
+    return assemble(weights, [placed for rank in steps for placed in rank.gradients])
 
 
 @pytest.mark.parametrize("tied", [True, False])

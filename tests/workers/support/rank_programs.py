@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -218,10 +218,10 @@ def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: to
     return (both[0] / both[1]).item()
 
 
-def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weights:
-    """The layout-free tensors from all ranks' rectangles. Where ranks hold the same element they must hold the same
-    bits, and every element must be there."""
-    whole = {name: torch.full(shape, float("nan"), dtype=placed[0][2].dtype) for name, shape in shapes.items()}
+def assemble(like: Mapping[str, torch.Tensor], placed: list[Placed]) -> Weights:
+    """The layout-free tensors, shaped `like` these, from all ranks' rectangles. Where ranks hold the same
+    element they must hold the same bits, and every element must be there."""
+    whole = {name: torch.full(each.shape, float("nan"), dtype=placed[0][2].dtype) for name, each in like.items()}
     for name, offsets, values in placed:
         where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
         known = ~whole[name][where].isnan()

@@ -73,8 +73,7 @@ def reference(family: str) -> tuple[dict[str, torch.Tensor], float, dict[str, to
 
 
 def gradients_of(steps: list[Steps], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    shapes = {name: tuple(gradient.shape) for name, gradient in like.items()}
-    return assemble(shapes, [placed for rank in steps for placed in rank.gradients])
+    return assemble(like, [placed for rank in steps for placed in rank.gradients])
 
 
 def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
