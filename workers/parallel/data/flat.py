@@ -135,7 +135,7 @@ class FlatParameters:
         """`holders`: number of ranks that hold the same parameters, of which this one is number `holder`;
         `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage (at
         most 1 for a single holder, or with expert parallelism), from which it follows what this rank stores;
-        `expert`: number of neighbouring holders over which experts are spread."""
+        `expert`: number of neighboring holders over which experts are spread."""
         self.holders, self.holder, self.expert = holders, holder, expert
         self.zero = zero
         trained = [entry for entry in shards if entry.parameter.requires_grad]
