@@ -15,11 +15,11 @@ from rank_programs import micro_batches
 from torch.utils.flop_counter import FlopCounterMode
 
 from manta.workers.accounting.flops import (
-    active_parameter_count,
     core_attention_forward,
     forward_flops,
     frozen_parameters_of_rank,
     parameter_count,
+    parameter_counts,
     rank_parameters,
     recomputed_layer_passes,
     step_flops,
@@ -267,12 +267,10 @@ and 22, 671 and 37."""
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_models_with_experts_have_the_published_numbers_of_parameters(name):
     job_spec = spec(model=papers.MODELS_WITH_EXPERTS[name])
-    counts = parameter_count(job_spec), active_parameter_count(job_spec)
-    assert tuple(round(count / 1e9, 3) for count in counts) == PUBLISHED[name]
-
-
-def test_active_parameters_of_a_model_without_experts_are_all():
-    assert active_parameter_count(spec()) == parameter_count(spec())
+    whole, moe = parameter_count(job_spec), job_spec.model.moe
+    of_experts = parameter_counts(job_spec.model, 1, job_spec.vocabulary_size).experts[-1]
+    active = whole - of_experts // moe.experts * (moe.experts - moe.per_token)
+    assert (round(whole / 1e9, 3), round(active / 1e9, 3)) == PUBLISHED[name]
 
 
 def test_adapters_of_llama_3_1_8b_have_the_published_number_of_parameters():
