@@ -18,7 +18,7 @@ import torch
 from engine_specs import document
 from plain_gpt import NO_TARGET, random_weights
 from plain_lora import adapted_model
-from rank_programs import END, Steps, assemble, light, marks_of, run_steps
+from rank_programs import END, Steps, assemble, gradients_of, light, marks_of, run_steps
 
 from manta.workers.config import RecomputeModule
 from manta.workers.spec.reading import parse_job_spec
@@ -409,7 +409,7 @@ def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, t
 def check(row: Row, steps: list[Steps], expected: Reference, tolerance: float) -> None:
     """Losses, norms, counts and gradients of all ranks against the reference."""
     gradients, has_losses = expected.gradients, row["experts"] in ("softmax", "sigmoid in groups")
-    whole = assemble(gradients, [placed for rank in steps for placed in rank.gradients])
+    whole = gradients_of(steps, gradients)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for rank in steps:
         assert rank.losses[0] == pytest.approx(expected.loss, rel=tolerance / 2), row

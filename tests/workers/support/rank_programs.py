@@ -232,6 +232,20 @@ def assemble(like: Mapping[str, torch.Tensor], placed: list[Placed]) -> Weights:
     return whole
 
 
+def gradients_of(steps: list[Steps], like: Weights) -> Weights:
+    """Those of one step of all ranks, whole."""
+    return assemble(like, [placed for rank in steps for placed in rank.gradients])
+
+
+def assert_like(model: torch.nn.Module, loss: torch.Tensor, steps: list[Steps], gradients: Weights) -> None:
+    """All ranks' one step in fp64 had the `loss`, and the `gradients` under the model's names, of a model on one
+    machine whose backward has run."""
+    losses = torch.tensor(steps[0].losses, dtype=torch.float64)
+    torch.testing.assert_close(losses, loss.detach().view(1), rtol=1e-10, atol=0.0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
+
+
 @dataclass
 class Trained:
     """What one rank knows after training with the real trainer."""
