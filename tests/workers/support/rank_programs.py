@@ -233,7 +233,7 @@ def assemble(like: Mapping[str, torch.Tensor], placed: list[Placed]) -> Weights:
 
 
 def gradients_of(steps: list[Steps], like: Weights) -> Weights:
-    """Those of one step of all ranks, whole."""
+    """Gradients of one step of all ranks, whole."""
     return assemble(like, [placed for rank in steps for placed in rank.gradients])
 
 

@@ -213,14 +213,15 @@ class _SharedMLP(NamedTuple):
     region: Region
 
     def outputs(self, rows_nh: torch.Tensor) -> _SharedOutputs:
-        """Those of the matrices that read the layer's input."""
+        """Outputs of the matrices that read the layer's input, and of the gate."""
         gate_nf, up_nf = self.region.products.outputs(rows_nh, self.matrices.inputs, (None, None))
         return _SharedOutputs(gate_nf, up_nf, None if self.factor is None else self.factor.wide_output(rows_nh))
 
     def gradients(
         self, outputs: _SharedOutputs, active_nf: torch.Tensor | None, grads_nh: torch.Tensor
     ) -> _SharedGradients:
-        """`active_nf`: the activation, if it was kept; `grads_nh`: the gradient of the layer's output."""
+        """Gradients of these outputs. `active_nf`: the activation, if it was kept; `grads_nh`: the gradient of the
+        layer's output."""
         products, (gate_nf, up_nf, logits_n1) = self.region.products, outputs
         if active_nf is None:
             active_nf = in_backward(lambda: products.swiglu(gate_nf, up_nf), self.region.comm)
