@@ -15,8 +15,8 @@ from manta.service.planner.search import Answer, Plan
 from manta.service.planner.sizes import best_by_nodes, best_by_size, elastic_sizes
 from manta.service.planner.software import engine_on
 from manta.service.planner.step_time import step_model
+from manta.workers.accounting.device_bytes import worst_bytes
 from manta.workers.accounting.flops import adapters_in_words
-from manta.workers.accounting.routed_bytes import worst_bytes
 
 ASSUMED = (
     "estimates use default efficiency for this hardware: use them to compare layouts, and run `manta calibrate` there "

@@ -50,15 +50,9 @@ class ExpertTime:
         """Rows of the busiest rank."""
         return planned_rows(self.spec, self.software.imbalance)
 
-    @property
-    def rows(self) -> int:
-        """r."""
-        return self.counts.all
-
-    @property
-    def _size(self) -> int:
-        """Bytes of all tokens."""
-        return tokens_of(self.spec)[0] * self.experts.x.columns * width_of(self.spec)
+    def _bytes(self, rows: int) -> int:
+        """Bytes of the layer's input, or result, for so many rows."""
+        return rows * self.experts.x.columns * width_of(self.spec)
 
     def _grouped(self, matrices: list[tuple[int, int, int]]) -> tuple[float, int]:
         """Seconds of one product [m, k] x [k, n] for each expert of the rank, and kernels."""
@@ -73,7 +67,7 @@ class ExpertTime:
 
     def _products(self, budget: Budget, *matrices: tuple[int, int]) -> None:
         """Products of each expert's rows, with n results each from k inputs."""
-        each = -(-self.rows // len(self.experts.weights))
+        each = -(-self.counts.all // len(self.experts.weights))
         seconds, kernels = self._grouped([(each, n, k) for n, k in matrices])
         budget.products += seconds
         budget.operations += kernels
@@ -83,7 +77,7 @@ class ExpertTime:
         group, cluster = self.groups.expert, self.groups.cluster
         if group.size == 1:
             return
-        came = self.counts.came * self.experts.x.columns * width_of(self.spec)
+        came = self._bytes(self.counts.came)
         gathers = self.spec.layout.dispatch(self.experts.per_token) == "all_gather"
         budget.expert += (gather_seconds if gathers else exchange_seconds)(group, cluster, came)
         budget.expert += cluster.machine.constants.skew_seconds
@@ -92,31 +86,31 @@ class ExpertTime:
     def forward(self, budget: Budget) -> None:
         """The router, tokens to their experts, products, results back and added."""
         machine, tokens, width = self.groups.cluster.machine, tokens_of(self.spec)[0], width_of(self.spec)
-        h, f, count = self.experts.x.columns, self.experts.inner, self.experts.experts
+        h, f, count, rows = self.experts.x.columns, self.experts.inner, self.experts.experts, self.counts.all
         self.elements(budget, (width + WIDE) * tokens * h)
         budget.products += product_seconds(machine, tokens, count, h, 1, WIDE)
         self.elements(budget, SCORES * WIDE * tokens * count)
         budget.operations += ROUTING + self._one_by_one(OF_EXPERT[0])
         budget.stalls += STALL * machine.constants.host_seconds * machine.has_gpus
         self.exchange(budget)
-        self.elements(budget, 2 * self._row_bytes)
+        self.elements(budget, 2 * self._bytes(rows))
         self._products(budget, (f, h), (f, h))
-        self.elements(budget, self._activation_moves * width * self.rows * f)
+        self.elements(budget, self._activation_moves * width * rows * f)
         self._products(budget, (h, f))
         self.exchange(budget)
-        self.elements(budget, self._row_bytes + self._size)
+        self.elements(budget, self._bytes(rows + tokens))
 
     def backward(self, budget: Budget) -> None:
         """Gradients of the input by way of experts and of the router."""
         machine, tokens, width = self.groups.cluster.machine, tokens_of(self.spec)[0], width_of(self.spec)
-        h, f, count = self.experts.x.columns, self.experts.inner, self.experts.experts
+        h, f, count, rows = self.experts.x.columns, self.experts.inner, self.experts.experts, self.counts.all
         self.exchange(budget)
-        self.elements(budget, 2 * self._row_bytes)
+        self.elements(budget, 2 * self._bytes(rows))
         self._products(budget, (f, h))
-        self.elements(budget, 2 * self._activation_moves * width * self.rows * f)
+        self.elements(budget, 2 * self._activation_moves * width * rows * f)
         self._products(budget, (h, f), (h, f))
         self.exchange(budget)
-        self.elements(budget, self._row_bytes + self._size)
+        self.elements(budget, self._bytes(rows + tokens))
         self.elements(budget, SCORES * WIDE * tokens * count)
         budget.products += 2 * product_seconds(machine, tokens, h, count, 1, WIDE)
         budget.operations += ROUTING + self._one_by_one(OF_EXPERT[1])
@@ -124,7 +118,7 @@ class ExpertTime:
     def weights(self, budget: Budget) -> tuple[int, int]:
         """Products for the gradients of trained experts, whose inputs may come again. Returns the number of kernels,
         and elements of these gradients."""
-        h, f, each = self.experts.x.columns, self.experts.inner, -(-self.rows // len(self.experts.weights))
+        h, f, each = self.experts.x.columns, self.experts.inner, -(-self.counts.all // len(self.experts.weights))
         names = [[f"{weight.name}.weight" not in self.frozen for weight in one] for one in self.experts.weights]
         trained = sum(map(sum, names))
         if self.software.sends_rows_again and any(gate or up for gate, up, _ in names):
@@ -134,11 +128,6 @@ class ExpertTime:
         budget.products += part * seconds
         budget.operations += round(2 * part * kernels)
         return round(part * kernels), trained * f * h
-
-    @property
-    def _row_bytes(self) -> int:
-        """Bytes of the inputs of all rows."""
-        return self.rows * self.experts.x.columns * width_of(self.spec)
 
     @property
     def _activation_moves(self) -> int:

@@ -26,9 +26,9 @@ from manta.workers.schedules.stages import layers_of
 from manta.workers.spec.layer_table import Activation, Attention, Block, Experts, Norm, Products, Tensor, layer_table_of
 from manta.workers.spec.parameters import (
     first_trained_layer,
-    frozen_by_layer,
     frozen_names,
     is_partly_frozen,
+    layer_kinds,
     layers_differ,
     layers_of_kinds,
     needs_gradient,
@@ -119,7 +119,7 @@ def block_terms(
     """The part of `layer_terms` that one block saves."""
     terms: dict[str, int] = {}
     width, tokens = width_of(spec), tokens_of(spec)
-    frozen = frozen_by_layer(spec)[layer] if is_partly_frozen(spec) else frozenset[str]()
+    frozen = layer_kinds(spec)[layer].frozen if is_partly_frozen(spec) else frozenset[str]()
 
     def save(*tensors: Tensor) -> None:
         for each in tensors:
@@ -406,7 +406,7 @@ def _deferred_of_layer(spec: JobSpec, layer: int, rows: ExpertRows | None = None
         inner = Tensor("inner_gradients", each.inner_columns)
         xs = () if each.shares_input else (each.x,)
         total += sum(bytes_of(spec, tensor) for tensor in (*xs, *results, inner))
-    frozen = frozen_by_layer(spec)[layer]
+    frozen = layer_kinds(spec)[layer].frozen
     for block in (each for each in blocks if each.experts is not None):
         total += sum(deferred_expert_terms(spec, block, frozen, rows).values())
     return total

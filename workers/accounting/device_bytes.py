@@ -11,9 +11,10 @@ and a recorded micro-batch has a stream of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from manta.workers.accounting.activation_bytes import WIDE, bytes_of_rank, tokens_of, width_of
+from manta.workers.accounting.activation_bytes import WIDE, ExpertRows, bytes_of_rank, tokens_of, width_of, worst_rows
 from manta.workers.accounting.flops import (
     frozen_parameters_of_rank,
     layers_of_rank,
@@ -65,10 +66,19 @@ class DeviceBytes:
         return {name: getattr(self, name) for name in names} | {"buffers": self.workspace, "total": self.total}
 
 
-def device_bytes(spec: JobSpec) -> tuple[DeviceBytes, ...]:
-    """Memory of a rank of each pipeline stage, on GPUs."""
-    passes = StepPeak(spec)
+def device_bytes(spec: JobSpec, gpu: bool = True, rows: Sequence[ExpertRows] | None = None) -> tuple[DeviceBytes, ...]:
+    """Memory of a rank of each pipeline stage, on a `gpu` or not. `rows`: for each layer those that its experts get, if
+    they are not as planned (`activation_bytes.planned_rows`)."""
+    passes = StepPeak(spec, gpu, rows=rows)
     return tuple(bytes_of_stage(passes, stage, spec.micro_batches) for stage in range(spec.layout.pipeline))
+
+
+def worst_bytes(spec: JobSpec, gpu: bool = True) -> int | None:
+    """Most memory of a rank if all tokens of an expert group go to the experts of one rank; None if experts are not
+    spread over ranks, so that there is no such case."""
+    if spec.layout.expert_size == 1:
+        return None
+    return max(each.total for each in device_bytes(spec, gpu, [worst_rows(spec)] * spec.model.layers))
 
 
 def bytes_of_stage(passes: StepPeak, stage: int, micro_batches: int) -> DeviceBytes:

@@ -86,16 +86,6 @@ def trained_parameter_count(spec: JobSpec) -> int:
     return parameter_count(spec) - frozen.before[-1] - frozen.both
 
 
-def active_parameter_count(spec: JobSpec) -> int:
-    """The part of `parameter_count` that one token uses: of each layer's experts those that it goes to; both tables
-    count."""
-    moe, model = spec.model.moe, spec.model
-    if moe is None:
-        return parameter_count(spec)
-    idle = parameter_counts(model, 1, spec.vocabulary_size).experts[-1] // moe.experts * (moe.experts - moe.per_token)
-    return parameter_count(spec) - idle
-
-
 def adapters_in_words(spec: JobSpec) -> str:
     """How much of a model with adapters is trained, as a sentence."""
     trained, whole = trained_parameter_count(spec), parameter_count(spec)

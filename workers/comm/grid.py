@@ -67,7 +67,7 @@ class RankGrid:
 
         `embedding` is the ranks of the first and the last stage of the rank's pipeline, which both need the token
         embedding if it is tied; for other ranks it is the rank alone. `holders` is the ranks with the same parameters,
-        which differ in `data` and `context`, in the order of both; `expert` is the neighbours among these over which
+        which differ in `data` and `context`, in the order of both; `expert` is the neighbors among these over which
         experts are spread, and `expert_holders` those with the same experts. `world` is all ranks.
         """
         if axis == "world":
@@ -88,7 +88,12 @@ class RankGrid:
 
     def groups(self, axis: Axis) -> list[list[int]]:
         """All distinct groups along `axis`, ordered by their first rank."""
-        return [list(group) for group in sorted({tuple(self.group(axis, rank)) for rank in range(self.world_size)})]
+        groups: dict[int, list[int]] = {}
+        for rank in range(self.world_size):
+            if rank not in groups:
+                group = self.group(axis, rank)
+                groups |= dict.fromkeys(group, group)
+        return [group for rank, group in groups.items() if rank == group[0]]
 
 
 def state_peers(layout: ParallelConfig, rank: int) -> list[int]:
@@ -101,9 +106,4 @@ def state_groups(layout: ParallelConfig) -> list[list[int]]:
     """All ranks, in groups with the same state, ordered by their first rank."""
     if layout.zero:
         return [[rank] for rank in range(layout.world_size)]
-    grid = RankGrid(layout)
-    groups: set[tuple[int, ...]] = set()
-    for tensor, stage in product(range(layout.tensor), range(layout.pipeline)):
-        holders = grid.group("holders", grid.rank(Coordinates(tensor, stage, 0, 0)))
-        groups |= {tuple(holders[own :: grid.expert]) for own in range(grid.expert)}
-    return [list(group) for group in sorted(groups)]
+    return RankGrid(layout).groups("expert_holders")

@@ -4,7 +4,7 @@ are in workers/model/)."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
@@ -46,13 +46,12 @@ class Family:
     """Default for sharing the token embedding's weight with the output layer."""
 
 
+_LLAMA = Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False)
 FAMILIES = {
     "gpt": Family(gated_mlp=False, rms_norm=False, rotary=False, query_key_norm=False, bias=True, tie_embeddings=True),
-    "llama": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False),
-    "qwen": Family(gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=True, bias=False, tie_embeddings=False),
-    "deepseek": Family(
-        gated_mlp=True, rms_norm=True, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False
-    ),
+    "llama": _LLAMA,
+    "qwen": replace(_LLAMA, query_key_norm=True),
+    "deepseek": _LLAMA,
     # The parts that a custom model may use; its layers are unknown.
     "custom": Family(
         gated_mlp=False, rms_norm=False, rotary=True, query_key_norm=False, bias=False, tie_embeddings=False

@@ -106,7 +106,7 @@ class LayerKind(NamedTuple):
 
     has_experts: bool
     frozen: frozenset[str] = frozenset()
-    """Names within the layer of what the job does not train."""
+    """Names within the layer of what the job does not train; layers of one kind have the same set."""
 
 
 def layer_kinds(spec: JobSpec) -> tuple[LayerKind, ...]:
@@ -116,8 +116,14 @@ def layer_kinds(spec: JobSpec) -> tuple[LayerKind, ...]:
 
 @lru_cache(maxsize=64)
 def _layer_kinds(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[LayerKind, ...]:
-    frozen = _frozen_by_layer(model, patterns)
-    return tuple(LayerKind(model.has_experts(layer), names) for layer, names in enumerate(frozen))
+    names: list[list[str]] = [[] for _ in range(model.layers)]
+    for name in _frozen(model, patterns):
+        if name.startswith("layers."):
+            _, number, inner = name.split(".", 2)
+            names[int(number)].append(inner)
+    known: dict[frozenset[str], frozenset[str]] = {}
+    frozen = (known.setdefault(each, each) for each in map(frozenset, names))
+    return tuple(LayerKind(model.has_experts(layer), each) for layer, each in enumerate(frozen))
 
 
 def layers_of_kinds(spec: JobSpec, layers: Iterable[int]) -> list[tuple[int, int]]:
@@ -144,22 +150,6 @@ def _frozen(model: ModelConfig, patterns: tuple[str, ...]) -> frozenset[str]:
     if not patterns:
         return frozenset()
     return frozenset(name for pattern in patterns for name in matching(pattern, parameter_names(model)))
-
-
-def frozen_by_layer(spec: JobSpec) -> tuple[frozenset[str], ...]:
-    """For each layer the names within it of what the job does not train; layers of one kind have the same set."""
-    return _frozen_by_layer(spec.model, _patterns(spec))
-
-
-@lru_cache(maxsize=64)
-def _frozen_by_layer(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
-    names: list[list[str]] = [[] for _ in range(model.layers)]
-    for name in _frozen(model, patterns):
-        if name.startswith("layers."):
-            _, number, inner = name.split(".", 2)
-            names[int(number)].append(inner)
-    known: dict[frozenset[str], frozenset[str]] = {}
-    return tuple(known.setdefault(each, each) for each in map(frozenset, names))
 
 
 def first_trained_layer(spec: JobSpec) -> int:

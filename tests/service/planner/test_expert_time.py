@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import combinations
-from math import comb
 
 import pytest
 
@@ -53,7 +52,6 @@ def test_ranks_of_a_token_are_those_counted_choice_by_choice():
     for size in (1, 2, 4, 8):
         ranks = [len({expert * size // 8 for expert in choice}) for choice in choices]
         moe = MoeConfig(experts=8, per_token=3, ffn_hidden_size=8)
-        assert len(choices) == comb(8, 3)
         assert ranks_per_token(moe, size) == pytest.approx(sum(ranks) / len(ranks))
 
 
@@ -75,7 +73,6 @@ def test_exchanges_take_the_bytes_of_all_tokens_or_of_those_that_are_sent():
     across = groups_of(ParallelConfig(data=16, expert=16), cluster, MANTA).expert
     adapter = 25e9 * cluster.machine.constants.message
     assert exchange_seconds(across, cluster, size) == pytest.approx(size / 2 / adapter, rel=0.01)
-    assert [ParallelConfig(data=16, expert=size).dispatch(2) for size in (2, 4)] == ["all_gather", "all_to_all"]
 
 
 def test_stages_of_dense_layers_and_of_experts_take_the_times_of_their_layers():

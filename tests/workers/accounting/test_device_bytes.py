@@ -22,9 +22,14 @@ from rank_programs import micro_batches
 
 from manta.workers.accounting import state_costs, step_peak
 from manta.workers.accounting.activation_bytes import ExpertRows, host_bytes_of_rank, rows_of_share
-from manta.workers.accounting.device_bytes import arriving_bytes, bytes_of_stage, device_bytes, halves_bytes
+from manta.workers.accounting.device_bytes import (
+    arriving_bytes,
+    bytes_of_stage,
+    device_bytes,
+    halves_bytes,
+    worst_bytes,
+)
 from manta.workers.accounting.layer_passes import LayerPasses
-from manta.workers.accounting.routed_bytes import NO_ROWS, bytes_for, worst_bytes
 from manta.workers.accounting.state_costs import SLICE_ELEMENTS, host_state_bytes, slice_buffer_bytes
 from manta.workers.accounting.step_peak import StepPeak
 from manta.workers.accounting.unit_bytes import units_of
@@ -314,7 +319,7 @@ def test_peak_memory_of_a_step_matches_the_accounting(name, stage):
 def counted_rows(spec: JobSpec, tokens: Sequence[Sequence[int]]) -> tuple[ExpertRows, ...]:
     """For each layer, rows of the rank with most, if a full micro-batch is spread over experts like `tokens`, [layers
     with experts, experts]: those of a step, for example."""
-    rows, size = [NO_ROWS] * spec.model.layers, spec.layout.expert_size
+    rows, size = [ExpertRows(0, 0, 0)] * spec.model.layers, spec.layout.expert_size
     for layer, counts in zip(spec.model.expert_layers, tokens, strict=True):
         each, total = len(counts) // size, max(1, sum(counts))
         ranks = [counts[first : first + each] for first in range(0, len(counts), each)]
@@ -353,11 +358,11 @@ def test_peak_memory_for_counted_tokens_of_spread_experts_matches_the_accounting
         rows = [each._replace(came=2 * size * 2048) for each in rows]
         one = [*(tokens[0][expert] // 2 for expert in reached), size * 2048, size * 2048]
         numbers.know({2 * len(one): one * 2})
-    told = bytes_for(spread, rows)
+    (told,) = device_bytes(spread, rows=rows)
     with pretended_gpu(), numbers.instead():
         peak = FakeRank(spread, 0).step()["Total"]
-    assert told == pytest.approx(peak, rel=0.03)
-    assert device_bytes(spread)[0].total < told < worst_bytes(spread)
+    assert told.total == pytest.approx(peak, rel=0.03)
+    assert device_bytes(spread)[0].total < told.total < worst_bytes(spread)
 
 
 def test_worst_memory_is_that_of_the_plan_where_experts_are_not_spread():

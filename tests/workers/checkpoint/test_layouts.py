@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_programs import Placed, RankOutcome, job, load_and_save, train_and_save
+from checkpoint_programs import EXPERTS, OF_EXPERTS, SMALL, Placed, RankOutcome, job, load_and_save, train_and_save
 from torch_reader import metadata_by_torch, state_by_torch
 
 from manta.workers.checkpoint import durable
@@ -22,7 +22,6 @@ from manta.workers.config import OptimizerConfig, ParallelConfig
 from manta.workers.engine import Engine
 from manta.workers.spec.reading import parse_job_spec
 
-SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "t2 without sequence parallelism": {"tensor": 2, "sequence_parallel": False},
@@ -44,19 +43,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "c4 zero 0": {"context": 4, "zero": 0},
     "p2 d2, one layer and three": {"pipeline": 2, "data": 2, "stage_layers": [1, 3]},
 }  # fmt: skip
-EXPERTS: dict[str, dict[str, Any]] = {
-    "e1": {},
-    "e1 t2": {"tensor": 2},
-    "e2": {"data": 2, "expert": 2},
-    "e3 t2 small buckets": {"data": 3, "expert": 3, "tensor": 2, **SMALL},
-    "e2 d4 zero 0 small buckets": {"data": 4, "expert": 2, "zero": 0, **SMALL},
-    "e3 d6": {"data": 6, "expert": 3, "expert_dispatch": "all_to_all"},
-    "e2 t2 c2 d2": {"data": 2, "context": 2, "expert": 2, "tensor": 2},
-    "e6 t2 d3, whole experts": {"data": 3, "expert": 6, "expert_tensor": 1, "tensor": 2},
-    "e2 t2 zero 0, whole experts": {"tensor": 2, "expert": 2, "expert_tensor": 1, "zero": 0},
-    "e2 p2 zb-v": {"pipeline": 2, "data": 2, "expert": 2, "schedule": "zb-v", "virtual_stages": 2},
-}
-"""Layouts of a model of experts."""
 ALL = LAYOUTS | EXPERTS
 WRITER = "t2 p2 zb-v d2"
 SAVED_STEP = 2
@@ -73,13 +59,6 @@ GOING_ON = (
 TIED = {"hidden_size": 16, "bias": False}
 PARTS = ("model", *OptimizerConfig().moments)
 UNTIED = {"hidden_size": 16, "tie_embeddings": False, "kv_heads": 1, "vocabulary_size": 263}
-OF_EXPERTS = {
-    "family": "llama", "hidden_size": 16, "ffn_hidden_size": 24, "bias": False,
-    "moe": {
-        "experts": 6, "per_token": 2, "ffn_hidden_size": 10, "every": 2, "shared": 1,
-        "balance": {"bias_rate": 0.001},
-    },
-}  # fmt: skip
 Whole = dict[str, torch.Tensor]
 
 

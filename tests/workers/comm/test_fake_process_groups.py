@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from engine_specs import spec
 from fake_rank import BalancedNumbers, FakeRank, balanced_experts, pretended_gpu
+from papers import MODELS_WITH_EXPERTS
 
 from manta.workers.accounting.device_bytes import bytes_of_stage
 from manta.workers.accounting.step_peak import StepPeak
@@ -88,49 +89,9 @@ LLAMA_70B: dict[str, Any] = {
     "vocabulary_size": 32000,
 }
 LONG = LLAMA_70B | {"sequence_length": 131_072}
-MIXTRAL: dict[str, Any] = {
-    "family": "llama",
-    "layers": 32,
-    "hidden_size": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "sequence_length": 4096,
-    "vocabulary_size": 32000,
-    "moe": {"experts": 8, "per_token": 2, "ffn_hidden_size": 14336},
-}
-QWEN_235B: dict[str, Any] = {
-    "family": "qwen",
-    "layers": 94,
-    "hidden_size": 4096,
-    "heads": 64,
-    "kv_heads": 4,
-    "head_dim": 128,
-    "sequence_length": 4096,
-    "vocabulary_size": 151_936,
-    "moe": {"experts": 128, "per_token": 8, "ffn_hidden_size": 1536},
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "family": "deepseek",
-    "layers": 61,
-    "hidden_size": 7168,
-    "heads": 128,
-    "ffn_hidden_size": 18432,
-    "sequence_length": 4096,
-    "vocabulary_size": 129_280,
-    "latent_attention": {"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128},
-    "moe": {
-        "experts": 256,
-        "per_token": 8,
-        "ffn_hidden_size": 2048,
-        "first_dense": 3,
-        "shared": 1,
-        "score": "sigmoid",
-        "scale": 2.5,
-        "groups": 8,
-        "groups_per_token": 4,
-        "balance": {"weight": 1e-4, "bias_rate": 1e-3},
-    },
-}
+MIXTRAL, QWEN_235B, DEEPSEEK_V3 = (
+    MODELS_WITH_EXPERTS[name] for name in ("Mixtral 8x7B", "Qwen3 235B A22B", "DeepSeek V3")
+)
 LARGE: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "Llama 70B on 512 ranks": (LLAMA_70B, {"tensor": 8, "pipeline": 8, "data": 8}, 16),
     "Llama 70B, ZeRO 3 on 64 ranks": (LLAMA_70B, {"data": 64, "zero": 3, "recompute": "full"}, 2),

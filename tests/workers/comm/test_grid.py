@@ -67,7 +67,7 @@ def test_holders_of_the_same_parameters_are_the_ranks_of_all_replicas_and_contex
 
 
 @given(grids)
-def test_experts_are_spread_over_neighbouring_holders_and_held_by_one_of_each_group(grid):
+def test_experts_are_spread_over_neighboring_holders_and_held_by_one_of_each_group(grid):
     assert ("expert" in grid.axes) == ("expert_holders" in grid.axes) == (grid.expert > 1)
     for holders in grid.groups("holders"):
         group_of = {rank: grid.group("expert", rank) for rank in holders}

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from engine_specs import axes, document, spec
 from plain_gpt import random_weights
 from plain_llama import PlainLlama, PlainLlamaLayer, PlainRMSNorm
-from rank_programs import assemble, run_steps
+from rank_programs import assert_like, gradients_of, run_steps
 from torch import nn
 
 from manta.workers.errors import ModelError
@@ -69,11 +69,7 @@ def test_loss_and_gradients_are_those_of_the_same_model_on_one_machine(ranks, la
     loss.backward()
     by_rank = ranks.run(parsed.layout, run_with_example, str(EXAMPLE), [job], [weights], [[windows]], torch.float64)
     trained = [rank[0] for rank in by_rank]
-    assert trained[0].losses == pytest.approx([loss.item()], rel=1e-10)
-    shapes = {name: tuple(each.shape) for name, each in weights.items()}
-    gradients = assemble(shapes, [part for rank in trained for part in rank.gradients])
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
+    assert_like(plain, loss, trained, gradients_of(trained, weights))
 
 
 @pytest.fixture

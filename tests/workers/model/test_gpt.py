@@ -19,8 +19,8 @@ def initial(ranks, layout: tuple[int, int, int], **model) -> dict[str, torch.Ten
     """Layout-free initial parameters; where ranks hold the same one they hold the same bits."""
     job = document(model=model, parallel=axes(layout))
     by_rank = ranks.run(ParallelConfig(**axes(layout)), initial_parameters, job)
-    shapes = {name: tuple(p.shape) for name, p in PlainGPT(parse_job_spec(job)).named_parameters()}
-    return assemble(shapes, [placed for rank in by_rank for placed in rank])
+    like = dict(PlainGPT(parse_job_spec(job)).named_parameters())
+    return assemble(like, [placed for rank in by_rank for placed in rank])
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -7,7 +7,7 @@ import torch
 from engine_specs import axes, document, layout_of
 from plain_gpt import random_weights
 from plain_llama import plain_model
-from rank_programs import assemble, run_steps
+from rank_programs import assert_like, gradients_of, run_steps
 from their_models import in_fp64
 
 from manta.workers.model.rotary import Rotary, frequencies_of
@@ -114,11 +114,7 @@ def test_loss_and_every_gradient_are_those_of_transformers(ranks, name, layout):
     trained = [
         rank[0] for rank in ranks.run(layout_of(*layout), run_steps, [job], [weights], [[windows]], torch.float64)
     ]
-    assert trained[0].losses == pytest.approx([loss.item()], rel=1e-10)
-    shapes = {key: tuple(value.shape) for key, value in weights.items()}
-    gradients = their_weights(assemble(shapes, [part for rank in trained for part in rank.gradients]), parsed)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-8, atol=1e-12, msg=key)
+    assert_like(model, loss, trained, their_weights(gradients_of(trained, weights), parsed))
 
 
 @pytest.mark.parametrize("name", SCALINGS)

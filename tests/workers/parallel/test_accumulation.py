@@ -13,7 +13,7 @@ import pytest
 import torch
 from engine_specs import axes, document
 from plain_gpt import NO_TARGET, PlainGPT, random_weights
-from rank_programs import Steps, assemble, light, run_steps
+from rank_programs import Steps, gradients_of, light, run_steps
 
 from manta.workers.spec.reading import parse_job_spec
 
@@ -100,8 +100,7 @@ def check(ranks_of_job: list[Steps], mask: Any, description: object) -> None:
     for rank in ranks_of_job:
         assert rank.losses == [pytest.approx(loss, rel=TOLERANCE)], description
         assert rank.grad_norms == [pytest.approx(norm, rel=TOLERANCE)], description
-    shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-    whole = assemble(shapes, [placed for rank in ranks_of_job for placed in rank.gradients])
+    whole = gradients_of(ranks_of_job, gradients)
     for name, expected in gradients.items():
         error = (whole[name] - expected).norm()
         assert error <= TOLERANCE * expected.norm() + 1e-13 * norm, (name, description)

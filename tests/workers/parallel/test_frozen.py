@@ -102,12 +102,11 @@ def test_layouts_with_frozen_parameters_train_as_a_plain_loop(ranks, layout, par
         parse_job_spec(jobs[0]).layout,
         run_steps, jobs, [light(weights)] * len(jobs), [batches()] * len(jobs), torch.float64,
     )  # fmt: skip
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for number, each in enumerate(jobs):
         expected, losses, norms = plain_run(each)
         frozen = frozen_names(parse_job_spec(each))
         assert frozen, "else this shows nothing"
-        whole = assemble(shapes, [placed for rank in by_rank for placed in rank[number].parameters])
+        whole = assemble(weights, [placed for rank in by_rank for placed in rank[number].parameters])
         for rank in by_rank:
             assert rank[number].losses == pytest.approx(losses, rel=1e-9), each["train"]["frozen"]
             assert rank[number].grad_norms == pytest.approx(norms, rel=1e-8), each["train"]["frozen"]

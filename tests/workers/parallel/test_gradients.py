@@ -18,7 +18,7 @@ import torch
 from engine_specs import document
 from plain_gpt import NO_TARGET, random_weights
 from plain_lora import adapted_model
-from rank_programs import END, Steps, assemble, light, marks_of, run_steps
+from rank_programs import END, Steps, assemble, gradients_of, light, marks_of, run_steps
 
 from manta.workers.config import RecomputeModule
 from manta.workers.spec.reading import parse_job_spec
@@ -405,8 +405,7 @@ def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, t
     for number, (row, expected) in enumerate(rows):
         steps, start = [rank[number] for rank in by_rank], expected.weights
         check(row, steps, expected, tolerance)
-        shapes = {name: tuple(tensor.shape) for name, tensor in start.items()}
-        after = assemble(shapes, [placed for rank in steps for placed in rank.parameters])
+        after = assemble(start, [placed for rank in steps for placed in rank.parameters])
         same = {name for name in start if torch.equal(after[name].double(), start[name])}
         assert same == start.keys() - expected.gradients.keys(), "a step changes all that is trained"
 
@@ -414,8 +413,7 @@ def compare(ranks: Any, rows: list[tuple[Row, Reference]], dtype: torch.dtype, t
 def check(row: Row, steps: list[Steps], expected: Reference, tolerance: float) -> None:
     """Losses, norms, counts and gradients of all ranks against the reference."""
     gradients, has_losses = expected.gradients, row["experts"] in ("softmax", "sigmoid in groups")
-    shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
-    whole = assemble(shapes, [placed for rank in steps for placed in rank.gradients])
+    whole = gradients_of(steps, gradients)
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     for rank in steps:
         assert rank.losses[0] == pytest.approx(expected.loss, rel=tolerance / 2), row

@@ -12,7 +12,7 @@ from dispatch_mode import DispatchMode
 from engine_specs import axes, document, spec
 from one_layer import lone_rank
 from plain_gpt import NO_TARGET, random_weights
-from rank_programs import START, Steps, assemble, evaluate, light, micro_batches, run_steps, train_job
+from rank_programs import START, Steps, evaluate, gradients_of, light, micro_batches, run_steps, train_job
 
 from manta.workers.engine import Engine
 from manta.workers.parallel.tensor.products import TorchProducts
@@ -63,18 +63,12 @@ def steps_of(ranks: Any, name: str, tied: bool, *sizes: int, dtype: torch.dtype 
     return [[rank[number] for rank in by_rank] for number in range(len(jobs))]
 
 
-def gradients_of(steps: list[Steps], name: str, tied: bool) -> dict[str, torch.Tensor]:
-    """Of the whole model."""
-    weights = random_weights(parse_job_spec(job(name, 0, tied)))
-    shapes = {each: tuple(tensor.shape) for each, tensor in weights.items()}
-    return assemble(shapes, [placed for rank in steps for placed in rank.gradients])
-
-
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", JOBS)
 def test_every_layout_has_the_gradients_of_the_plain_path(ranks, name, tied):
     whole, parts, at_once = steps_of(ranks, name, tied, 0, TOKENS, 16)
-    expected, actual = gradients_of(whole, name, tied), gradients_of(parts, name, tied)
+    weights = random_weights(parse_job_spec(job(name, 0, tied)))
+    expected, actual, bits = (gradients_of(each, weights) for each in (whole, parts, at_once))
     norm = torch.stack([each.norm() for each in expected.values()]).norm()
     for plain, each, same in zip(whole, parts, at_once, strict=True):
         assert each.losses == pytest.approx(plain.losses, rel=1e-13)
@@ -84,7 +78,6 @@ def test_every_layout_has_the_gradients_of_the_plain_path(ranks, name, tied):
         assert (same.losses, same.z_losses, same.grad_norms) == (plain.losses, plain.z_losses, plain.grad_norms)
     for parameter, gradient in expected.items():
         assert (actual[parameter] - gradient).norm() <= 1e-11 * max(gradient.norm(), 5e-4 * norm), parameter
-    bits = gradients_of(at_once, name, tied)
     assert all(torch.equal(bits[parameter], gradient) for parameter, gradient in expected.items())
 
 

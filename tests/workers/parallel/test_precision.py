@@ -86,7 +86,7 @@ def curves(ranks) -> dict[str, Precise]:
 
 def whole(placed: list[Any]) -> dict[str, torch.Tensor]:
     """The model's tensors from all ranks' parts."""
-    return assemble({name: tuple(tensor.shape) for name, tensor in weights().items()}, placed)
+    return assemble(weights(), placed)
 
 
 def distance(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

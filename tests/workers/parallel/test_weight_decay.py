@@ -78,9 +78,8 @@ def test_weight_decay_of_parameter_groups_matches_torch(ranks, layout, tied, par
         ParallelConfig(**axes(layout)),
         run_steps, jobs, [light(weights)] * len(jobs), [batches] * len(jobs), torch.float64,
     )  # fmt: skip
-    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for number, groups in enumerate(GROUPS):
-        whole = assemble(shapes, [placed for rank in by_rank for placed in rank[number].parameters])
+        whole = assemble(weights, [placed for rank in by_rank for placed in rank[number].parameters])
         for name, expected in plain_run(jobs[number], batches).items():
             error = (whole[name] - expected).norm() / expected.norm()
             assert error <= 1e-7, (groups, name)

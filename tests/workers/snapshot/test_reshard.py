@@ -13,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_programs import RankOutcome, fail_to_load_from_memory, job, load_from_memory, train_and_snapshot
+from checkpoint_programs import (
+    EXPERTS,
+    OF_EXPERTS,
+    SMALL,
+    RankOutcome,
+    fail_to_load_from_memory,
+    job,
+    load_from_memory,
+    train_and_snapshot,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from stepped_snapshots import parts_of
@@ -28,7 +37,6 @@ from manta.workers.snapshot.reshard import ReshardedState, intersection, load_fr
 from manta.workers.snapshot.snapshot_file import SnapshotFile
 from manta.workers.snapshot.snapshots import Snapshots
 
-SMALL = {"bucket_megabytes": 0.004}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "d2": {"data": 2},
@@ -44,22 +52,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "c4 zero 0": {"context": 4, "zero": 0},
     "p2, three layers and one": {"pipeline": 2, "stage_layers": [3, 1]},
 }  # fmt: skip
-EXPERTS: dict[str, dict[str, Any]] = {
-    "e1": {},
-    "e1 t2": {"tensor": 2},
-    "e2 zero 0": {"data": 2, "expert": 2, "zero": 0},
-    "e3 t2 small buckets": {"data": 3, "expert": 3, "tensor": 2, **SMALL},
-    "e2 d4": {"data": 4, "expert": 2, "expert_dispatch": "all_to_all"},
-    "e3 d6": {"data": 6, "expert": 3},
-}
-"""Layouts of a model of experts."""
 ALL = LAYOUTS | EXPERTS
 STEPS = 2
 MODEL = {"hidden_size": 16, "kv_heads": 2}
-OF_EXPERTS = {
-    "family": "llama", "hidden_size": 16, "bias": False,
-    "moe": {"experts": 6, "per_token": 2, "ffn_hidden_size": 8, "balance": {"bias_rate": 0.001}},
-}  # fmt: skip
 Whole = dict[str, torch.Tensor]
 
 
@@ -170,8 +165,8 @@ def test_masters_and_loss_scale_are_the_same_in_another_layout(ranks, corpus, tm
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("e2 d4", "e3 t2 small buckets"),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in itertools.permutations(EXPERTS, 2)),
+        ("e2", "e3 t2 small buckets"),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in itertools.permutations([*EXPERTS][:6], 2)),
     ],
 )
 def test_spread_experts_and_routers_biases_are_the_same_in_another_layout(ranks, corpus, tmp_path, old, new):

@@ -22,7 +22,7 @@ from manta.workers.data.batches import Documents
 from manta.workers.parallel.experts.layer import ExpertMLP
 from manta.workers.parallel.tensor.shards import named_shards
 from manta.workers.spec.layer_table import LayerTable, layer_table, layer_table_of
-from manta.workers.spec.parameters import frozen_by_layer
+from manta.workers.spec.parameters import layer_kinds
 from manta.workers.spec.problems import SpecError
 
 MODULES = ("core_attention", "norm", "mlp_activation")
@@ -117,7 +117,7 @@ def shapes(table: LayerTable) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("job", [pytest.param(job_of(row), id=repr(row)) for row in ROWS])
 def test_weights_products_and_saved_tensors_of_a_layer_match_its_table(job):
-    layer, table, frozen = OneLayer(job), layer_table_of(job), frozen_by_layer(job)[0]
+    layer, table, frozen = OneLayer(job), layer_table_of(job), layer_kinds(job)[0].frozen
     shards = {entry.name: entry.parameter for entry in named_shards(layer.layer)}
     assert {name: tuple(parameter.shape) for name, parameter in shards.items()} == shapes(table)
     assert table.parameters == {name: parameter.numel() for name, parameter in shards.items()}

@@ -36,6 +36,27 @@ from manta.workers.training.reporter import Reporter
 
 Placed = tuple[str, tuple[int, ...], torch.Tensor]
 """A rectangle of a layout-free tensor: `kind.name`, offsets, values."""
+SMALL = {"bucket_megabytes": 0.004}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "e1": {},
+    "e1 t2": {"tensor": 2},
+    "e2": {"data": 2, "expert": 2},
+    "e3 t2 small buckets": {"data": 3, "expert": 3, "tensor": 2, **SMALL},
+    "e2 d4 zero 0 small buckets": {"data": 4, "expert": 2, "zero": 0, **SMALL},
+    "e3 d6": {"data": 6, "expert": 3, "expert_dispatch": "all_to_all"},
+    "e2 t2 c2 d2": {"data": 2, "context": 2, "expert": 2, "tensor": 2},
+    "e6 t2 d3, whole experts": {"data": 3, "expert": 6, "expert_tensor": 1, "tensor": 2},
+    "e2 t2 zero 0, whole experts": {"tensor": 2, "expert": 2, "expert_tensor": 1, "zero": 0},
+    "e2 p2 zb-v": {"pipeline": 2, "data": 2, "expert": 2, "schedule": "zb-v", "virtual_stages": 2},
+}
+"""Layouts of a model of experts, OF_EXPERTS."""
+OF_EXPERTS = {
+    "family": "llama", "hidden_size": 16, "ffn_hidden_size": 24, "bias": False,
+    "moe": {
+        "experts": 6, "per_token": 2, "ffn_hidden_size": 10, "every": 2, "shared": 1,
+        "balance": {"bias_rate": 0.001},
+    },
+}  # fmt: skip
 
 
 def job(corpus: str, parallel: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:

@@ -33,19 +33,14 @@ def through_experts(exchange: Any, given: Given, experts: int, numbers: range, m
     """What `exchanged` computes of one case, through any exchange, for a rank that has experts of these `numbers`."""
     rows_nh, choice_nk, factors_nk = given
     counts = torch.bincount(choice_nk.flatten(), minlength=experts)
-    plan = exchange.start(choice_nk, counts, most).finished()
-    came, factors_m = exchange.outward(rows_nh, plan), exchange.weights_outward(factors_nk, plan)
+    plan = exchange.start(choice_nk, counts, most)()
+    came, factors_m = plan.outward(rows_nh), plan.weights_outward(factors_nk)
     scales_m = torch.tensor([number + 1.0 for number in numbers], dtype=came.dtype)
     scales_m = scales_m.repeat_interleave(torch.tensor(plan.counts))
     mine = came[plan.index_m]
     results = torch.zeros_like(came).index_add_(0, plan.index_m, (factors_m * scales_m).unsqueeze(1) * mine)
-    results_nh = exchange.back(results, plan)
-    grads = exchange.outward(3 * results_nh.square(), plan)[plan.index_m]
+    results_nh = plan.back(results)
+    grads = plan.outward(3 * results_nh.square())[plan.index_m]
     grad_rows = torch.zeros_like(came).index_add_(0, plan.index_m, (factors_m * scales_m).unsqueeze(1) * grads)
     grad_factors_m = scales_m * (grads * mine).sum(1)
-    return (
-        results_nh,
-        exchange.back(grad_rows, plan),
-        exchange.weights_back(grad_factors_m, plan),
-        tuple(plan.counts),
-    )
+    return results_nh, plan.back(grad_rows), plan.weights_back(grad_factors_m), plan.counts

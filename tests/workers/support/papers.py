@@ -117,3 +117,28 @@ def table2_bytes(
     outside = 10 / tensor if sequence_parallel else 10
     attention = 0.0 if recompute == "selective" else 5 * model.heads * s / (h * tensor)
     return s * micro_batch * h * (outside + 24 / tensor + attention)
+
+
+def _with_experts(family: str, sizes: tuple[int, ...], experts: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """`model` of a job: layers, hidden size, heads, key-value heads, inner width, vocabulary; experts, those of a
+    token, their inner width."""
+    names = "layers", "hidden_size", "heads", "kv_heads", "ffn_hidden_size", "vocabulary_size"
+    moe = dict(zip(("experts", "per_token", "ffn_hidden_size"), experts, strict=True)) | more.pop("moe", {})
+    return {"family": family, "sequence_length": 4096, **dict(zip(names, sizes, strict=True)), "moe": moe, **more}
+
+
+MODELS_WITH_EXPERTS = {
+    "Mixtral 8x7B": _with_experts("llama", (32, 4096, 32, 8, 14336, 32000), (8, 2, 14336)),
+    "Qwen3 30B A3B": _with_experts("qwen", (48, 2048, 32, 4, 6144, 151936), (128, 8, 768), head_dim=128),
+    "Qwen3 235B A22B": _with_experts("qwen", (94, 4096, 64, 4, 12288, 151936), (128, 8, 1536), head_dim=128),
+    "DeepSeek V3": _with_experts(
+        *("deepseek", (61, 7168, 128, 128, 18432, 129280), (256, 8, 2048)),
+        latent_attention={"q_rank": 1536, "kv_rank": 512, "rope_size": 64, "nope_size": 128, "value_size": 128},
+        moe={
+            "first_dense": 3, "shared": 1, "score": "sigmoid", "scale": 2.5, "groups": 8, "groups_per_token": 4,
+            "balance": {"weight": 1e-4, "bias_rate": 1e-3},
+        },
+    ),
+}  # fmt: skip
+"""arXiv:2401.04088, table 1; arXiv:2505.09388, table 2; arXiv:2412.19437, section 4.2; widths that these lack from the
+models' config.json."""

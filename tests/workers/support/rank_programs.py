@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -218,10 +218,10 @@ def evaluate(comm: Comm, document: dict[str, Any], weights: Weights, windows: to
     return (both[0] / both[1]).item()
 
 
-def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weights:
-    """The layout-free tensors from all ranks' rectangles. Where ranks hold the same element they must hold the same
-    bits, and every element must be there."""
-    whole = {name: torch.full(shape, float("nan"), dtype=placed[0][2].dtype) for name, shape in shapes.items()}
+def assemble(like: Mapping[str, torch.Tensor], placed: list[Placed]) -> Weights:
+    """The layout-free tensors, shaped `like` these, from all ranks' rectangles. Where ranks hold the same
+    element they must hold the same bits, and every element must be there."""
+    whole = {name: torch.full(each.shape, float("nan"), dtype=placed[0][2].dtype) for name, each in like.items()}
     for name, offsets, values in placed:
         where = tuple(slice(a, a + n) for a, n in zip(offsets, values.shape, strict=True))
         known = ~whole[name][where].isnan()
@@ -230,6 +230,20 @@ def assemble(shapes: dict[str, tuple[int, ...]], placed: list[Placed]) -> Weight
     for name, tensor in whole.items():
         assert not tensor.isnan().any(), f"nobody holds all of {name}"
     return whole
+
+
+def gradients_of(steps: list[Steps], like: Weights) -> Weights:
+    """Gradients of one step of all ranks, whole."""
+    return assemble(like, [placed for rank in steps for placed in rank.gradients])
+
+
+def assert_like(model: torch.nn.Module, loss: torch.Tensor, steps: list[Steps], gradients: Weights) -> None:
+    """All ranks' one step in fp64 had the `loss`, and the `gradients` under the model's names, of a model on one
+    machine whose backward has run."""
+    losses = torch.tensor(steps[0].losses, dtype=torch.float64)
+    torch.testing.assert_close(losses, loss.detach().view(1), rtol=1e-10, atol=0.0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ _HEAD, _EXPERTS, _TAIL = "head", "experts", "tail"
 
 Range = tuple[int, int]
 """Elements [start, end) of the flat buffers."""
+_Section = tuple[str, Range]
+"""What may become a bucket or several: its name and where it is."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class FlatParameters:
         """`holders`: number of ranks that hold the same parameters, of which this one is number `holder`;
         `decayed_groups`: groups of parameters to which weight decay applies; `zero`: ZeRO stage (at
         most 1 for a single holder, or with expert parallelism), from which it follows what this rank stores;
-        `expert`: number of neighbouring holders over which experts are spread."""
+        `expert`: number of neighboring holders over which experts are spread."""
         self.holders, self.holder, self.expert = holders, holder, expert
         self.zero = zero
         trained = [entry for entry in shards if entry.parameter.requires_grad]
@@ -160,37 +162,21 @@ class FlatParameters:
         self.frozen, frozen_begins, end = self._placed(frozen, self.size, name_of)
         self.total_size = _aligned(end, together)
         """Parameters that are not trained, and the number of elements of all, of which the first `size` are trained."""
+        sections, frozen_sections = _sections(begins, self.size), _sections(frozen_begins, self.total_size)
         sum_dtype = torch.promote_types(dtype, torch.float32)
-        self.buckets = [(0, self.size)]
+        self.buckets = self._buckets(sections, int(bucket_bytes / sum_dtype.itemsize))
         """Ranges that are reduced as a whole; the last one is the tail."""
-        if self.by_unit:
-            self.buckets = [*pairwise([*(start for _, start in begins), self.size])]
-        elif holders > 1 and begins and begins[-1][0] == _TAIL:
-            elements = int(bucket_bytes / sum_dtype.itemsize)
-            ends = [*(start for _, start in begins[1:]), self.size]
-            self.buckets = []
-            for (name, start), end in zip(begins, ends, strict=True):
-                self.buckets += [(start, end)] if name == _TAIL else _buckets(start, end, together, elements)
         self.bucket_order = self._bucket_order(shards)
         """Numbers of the buckets but the tail, by the first of their parameters in the model's order."""
-        self.frozen_buckets = [(self.size, self.total_size)]
+        self.frozen_buckets = [each for _, each in frozen_sections] or [(self.size, self.total_size)]
         """Ranges of frozen parameters of which each holder answers for a part: all, or those of experts apart. Under
         ZeRO 3 these are units, and perhaps a tail, which is whole on every rank."""
-        if frozen_begins:
-            self.frozen_buckets = [*pairwise([*(start for _, start in frozen_begins), self.total_size])]
-        self._expert_ranges = [
-            (start, next((later for _, later in named if later > start), end))
-            for named, end in ((begins, self.size), (frozen_begins, self.total_size))
-            for name, start in named
-            if name == _EXPERTS
-        ]
-        self.frozen_tail = self.total_size
+        self._expert_ranges = [each for name, each in (*sections, *frozen_sections) if name == _EXPERTS]
+        self.frozen_tail = self.size if self.zero < 3 else self.total_size
         """First of the frozen parameters that are whole on every rank even under ZeRO 3."""
-        if self.zero < 3:
-            self.frozen_tail = self.size
-        elif frozen_begins and frozen_begins[-1][0] == _TAIL:
+        if self.zero == 3 and frozen_begins and frozen_begins[-1][0] == _TAIL:
             self.frozen_tail = frozen_begins[-1][1]
-        self.units = self._units(shards, begins, frozen_begins)
+        self.units = self._units(shards, sections, frozen_sections)
         """Under ZeRO 2 and 3, the units in the model's order."""
         by_name = {unit.name: unit for unit in self.units}
         names = {slot.entry.parameter: self._bucket_name(slot.entry) for slot in (*self.slots, *self.frozen)}
@@ -257,20 +243,21 @@ class FlatParameters:
         """Whether only some of the holders have the parameter."""
         return self.expert > 1 and entry.shard.of_expert
 
-    def _units(
-        self, shards: Iterable[NamedShard], begins: list[tuple[str, int]], frozen_begins: list[tuple[str, int]]
-    ) -> list[Unit]:
+    def _buckets(self, sections: list[_Section], elements: int) -> list[Range]:
+        """Units, or the other sections cut into ranges of about `elements`, and the tail; all in one without either."""
+        if self.by_unit:
+            return [each for _, each in sections]
+        if self.holders == 1 or not sections or sections[-1][0] != _TAIL:
+            return [(0, self.size)]
+        together = ALIGNMENT * self.holders
+        parts = [[each] if name == _TAIL else _cut(each, together, elements) for name, each in sections]
+        return [*chain.from_iterable(parts)]
+
+    def _units(self, shards: Iterable[NamedShard], trained: list[_Section], frozen: list[_Section]) -> list[Unit]:
         if not self.by_unit:
             return []
         units: dict[str, Unit] = {}
         layers = 0
-        trained, frozen = (
-            [(name, bucket) for (name, _), bucket in zip(names, buckets, strict=True)]
-            for names, buckets in (
-                (begins, self.buckets),
-                (frozen_begins, self.frozen_buckets if frozen_begins else ()),
-            )
-        )
         for name in dict.fromkeys(self._bucket_name(entry) for entry in shards):
             of_name = [tuple(bucket for owner, bucket in each if owner == name) for each in (trained, frozen)]
             if name != _TAIL and any(of_name):
@@ -398,9 +385,15 @@ def _widen(parameter: torch.Tensor) -> None:
         parameter.grad = None
 
 
-def _buckets(first: int, end: int, unit: int, elements: int) -> list[Range]:
-    """[first, end) in ranges of about `elements`; all boundaries are multiples of `unit`."""
-    step = max(unit, elements // unit * unit)
+def _sections(begins: list[tuple[str, int]], end: int) -> list[_Section]:
+    """From their beginnings, and the end of the last one."""
+    ranges = pairwise([*(start for _, start in begins), end])
+    return [(name, each) for (name, _), each in zip(begins, ranges, strict=True)]
+
+
+def _cut(section: Range, unit: int, elements: int) -> list[Range]:
+    """A section in ranges of about `elements`; all boundaries are multiples of `unit`."""
+    (first, end), step = section, max(unit, elements // unit * unit)
     return [(start, min(start + step, end)) for start in range(first, end, step)]
 
 

@@ -37,6 +37,14 @@ class TokenOrder(NamedTuple):
         return self.shape[1 - self.position_dim]
 
 
+class RouterOutputs(NamedTuple):
+    """What a router makes of the tokens of a micro-batch."""
+
+    logits_ne: torch.Tensor
+    scores_ne: torch.Tensor
+    order: TokenOrder
+
+
 def has_losses(model: ModelConfig) -> bool:
     """Whether the router's outputs have a loss of their own."""
     moe = model.moe
@@ -55,11 +63,10 @@ class RouterLosses:
         assert model.moe is not None
         self._moe, self._length = model.moe, model.sequence_length
 
-    def value(
-        self, logits_ne: torch.Tensor, scores_ne: torch.Tensor, counts_be: torch.Tensor | None, order: TokenOrder
-    ) -> torch.Tensor:
+    def value(self, router: RouterOutputs, counts_be: torch.Tensor | None) -> torch.Tensor:
         """The weighted sum of the losses over the sequences of a micro-batch, of this rank's tokens, scalar."""
-        total, moe = logits_ne.new_zeros(()), self._moe
+        (logits_ne, scores_ne, order), moe = router, self._moe
+        total = logits_ne.new_zeros(())
         if counts_be is not None:
             shares = scores_ne if moe.score == "softmax" else scores_ne / scores_ne.sum(-1, keepdim=True)
             by_sequence = shares.unflatten(0, order.shape).sum(order.position_dim)
@@ -69,16 +76,11 @@ class RouterLosses:
         return total
 
     def add_gradients(
-        self,
-        grads_ne: torch.Tensor,
-        logits_ne: torch.Tensor,
-        scores_ne: torch.Tensor,
-        counts_be: torch.Tensor | None,
-        order: TokenOrder,
-        scale: torch.Tensor,
+        self, grads_ne: torch.Tensor, router: RouterOutputs, counts_be: torch.Tensor | None, scale: torch.Tensor
     ) -> torch.Tensor | None:
         """Add the balance loss's gradient to that of the scores. Returns the z-loss's of the router's outputs, if there
         is one. `scale`: factor on the losses."""
+        logits_ne, scores_ne, order = router
         if counts_be is not None:
             factors = (self._factors(counts_be, grads_ne.dtype) * scale).unsqueeze(order.position_dim)
             if self._moe.score == "sigmoid":

@@ -61,6 +61,11 @@ class MicroBatchRouting:
         self.choices: dict[int, Choice] = {}
         """By the layer's number in the model."""
 
+    @property
+    def loss_scale(self) -> torch.Tensor | None:
+        """The factor in backward on the routers' own losses; None if there are none, or another rank adds them."""
+        return self.step.loss_scale if self.step.counts_first else None
+
     def count(self, layer: int, counts_e: torch.Tensor) -> None:
         """So many of this rank's tokens have chosen each expert of a layer."""
         if self.step.counts_first:

@@ -1,12 +1,12 @@
 """How tokens come to their experts, and the experts' results back to the tokens.
 
-An exchange has two operations, of which each is the other's backward. Here is the one without communication, of a rank
-whose tensor group has all experts.
+An exchange makes a plan, which has two operations, of which each is the other's backward. Here is the one without
+communication, of a rank whose tensor group has all experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,37 +53,30 @@ class Plan(Protocol):
         row that came is at most once among an expert's."""
         ...
 
-
-class Exchange(Protocol):
-    """The way to the experts and back, of one layer."""
-
-    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> Planning:
-        """Begin to plan for tokens that have chosen these experts, int32 [n, k], ascending, and each expert so many
-        times, int64 [E]. `most`: the most tokens of any of the ranks that exchange them."""
-        ...
-
-    def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def outward(self, rows_nh: torch.Tensor) -> torch.Tensor:
         """The tokens' rows at this rank's experts [r, h]."""
         ...
 
-    def back(self, results_rh: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def back(self, results_rh: torch.Tensor) -> torch.Tensor:
         """The sum of the experts' results for each token [n, h]. The memory of the results may be reused."""
         ...
 
-    def weights_outward(self, weights_nk: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def weights_outward(self, weights_nk: torch.Tensor) -> torch.Tensor:
         """The factor of each of the experts' rows [m]."""
         ...
 
-    def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def weights_back(self, grads_m: torch.Tensor) -> torch.Tensor:
         """The gradient of the factors [n, k] from those of the experts' rows."""
         ...
 
 
-class Planning(Protocol):
-    """A plan that is being made."""
+class Exchange(Protocol):
+    """The way to the experts and back, of one layer."""
 
-    def finished(self) -> Plan:
-        """The plan: the host waits for its numbers."""
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> Callable[[], Plan]:
+        """Begin to plan for tokens that have chosen these experts, int32 [n, k], ascending, and each expert so many
+        times, int64 [E]. `most`: the most tokens of any of the ranks that exchange them. What is returned gives the
+        plan, for whose numbers the host waits."""
         ...
 
 
@@ -100,52 +93,44 @@ class _LocalPlan:
     def index_m(self) -> torch.Tensor:
         return self.order_m // self.per_token
 
-
-@dataclass(frozen=True)
-class _LocalPlanning:
-    counts: NumbersForHost
-    order: torch.Tensor
-    per_token: int
-
-    def finished(self) -> _LocalPlan:
-        counts = tuple(self.counts.read())
-        return _LocalPlan(counts, self.order[: sum(counts)], self.per_token, len(self.order))
-
-
-class LocalExchange:
-    """For a rank whose tensor group has all experts: rows stay where they are."""
-
-    def __init__(self, reach: Reach | None = None):
-        """`reach`: the rank's experts, if others of the group have others."""
-        self.reach = reach
-
-    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> _LocalPlanning:
-        """Sort the choices by expert, and within by token."""
-        per_token = choice_nk.shape[1]
-        if self.reach is not None:
-            choice_nk, counts_e = self.reach.choice(choice_nk, len(counts_e)), self.reach.counts(counts_e)
-        order = choice_nk.flatten().sort(stable=True).indices
-        return _LocalPlanning(NumbersForHost(counts_e), order, per_token)
-
-    def outward(self, rows_nh: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def outward(self, rows_nh: torch.Tensor) -> torch.Tensor:
         """The rows themselves."""
         return rows_nh
 
-    def back(self, results_rh: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def back(self, results_rh: torch.Tensor) -> torch.Tensor:
         """The results themselves."""
         return results_rh
 
-    def weights_outward(self, weights_nk: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def weights_outward(self, weights_nk: torch.Tensor) -> torch.Tensor:
         """Sorted like the rows."""
-        assert isinstance(plan, _LocalPlan)
-        return weights_nk.flatten()[plan.order_m]
+        return weights_nk.flatten()[self.order_m]
 
-    def weights_back(self, grads_m: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def weights_back(self, grads_m: torch.Tensor) -> torch.Tensor:
         """Sorted by token again."""
-        assert isinstance(plan, _LocalPlan)
-        grads = grads_m.new_zeros(plan.choices)
-        grads[plan.order_m] = grads_m
-        return grads.view(-1, plan.per_token)
+        grads = grads_m.new_zeros(self.choices)
+        grads[self.order_m] = grads_m
+        return grads.view(-1, self.per_token)
+
+
+@dataclass(frozen=True)
+class LocalExchange:
+    """For a rank whose tensor group has all experts: rows stay where they are."""
+
+    reach: Reach | None = None
+    """The rank's experts, if others of the group have others."""
+
+    def start(self, choice_nk: torch.Tensor, counts_e: torch.Tensor, most: int) -> Callable[[], _LocalPlan]:
+        """Sort the choices by expert, and within by token."""
+        if self.reach is not None:
+            choice_nk, counts_e = self.reach.choice(choice_nk, len(counts_e)), self.reach.counts(counts_e)
+        order = choice_nk.flatten().sort(stable=True).indices
+        numbers, per_token = NumbersForHost(counts_e), choice_nk.shape[1]
+
+        def finished() -> _LocalPlan:
+            counts = tuple(numbers.read())
+            return _LocalPlan(counts, order[: sum(counts)], per_token, len(order))
+
+        return finished
 
 
 class NumbersForHost:

@@ -13,16 +13,16 @@ the rank has, f inner width on this rank, t tensor-parallel size.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from manta.workers.config import ModelConfig
-from manta.workers.parallel.experts.balance import RouterLosses, TokenOrder, counts_sequences
+from manta.workers.parallel.experts.balance import RouterLosses, RouterOutputs, TokenOrder, counts_sequences
 from manta.workers.parallel.experts.choice import Choice, MicroBatchRouting
-from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, Planning
+from manta.workers.parallel.experts.exchange import Exchange, LocalExchange, Plan
 from manta.workers.parallel.experts.routing import (
     chosen_experts,
     logits_gradient,
@@ -123,12 +123,12 @@ class ExpertMLP(nn.Module):
         ranks = (1, 0) if whole else (region.tensor_size, region.comm.index("tensor"))
         own = numbers or range(moe.experts)
         self.experts = ExpertWeights(hidden, moe.ffn_hidden_size, own, ranks, *spreads)
-        self.shared: SharedExperts | None = None
-        self.shared_gate: _Matrix | None = None
+        self.shared_mlp: _SharedMLP | None = None
+        """Not a module, unlike its matrices, which are `shared` and `shared_gate`."""
         if moe.shared_size:
             self.shared = SharedExperts(hidden, moe.shared_size, region, spreads)
-            if moe.shared_gate:
-                self.shared_gate = _Matrix((1, hidden), None, region, spreads.of_inputs)
+            self.shared_gate = _Matrix((1, hidden), None, region, spreads.of_inputs) if moe.shared_gate else None
+            self.shared_mlp = _SharedMLP(self.shared, self.shared_gate, region)
 
     def forward(
         self, x: torch.Tensor, run: ForwardPass, recompute_norm: Recomputation | None, residual: torch.Tensor | None
@@ -139,9 +139,11 @@ class ExpertMLP(nn.Module):
     @property
     def reads_input(self) -> bool:
         """Whether backward needs the input: something that reads it is trained."""
-        others = [self.router, *((self.shared.gate, self.shared.up) if self.shared else ())]
-        others += [] if self.shared_gate is None else [self.shared_gate]
-        return self.experts.reads_input or any(each.weight.requires_grad for each in others)
+        others = [self.router.weight]
+        if self.shared_mlp is not None:
+            others += self.shared_mlp.matrices.inputs
+            others += [] if self.shared_mlp.factor is None else [self.shared_mlp.factor.weight]
+        return self.experts.reads_input or any(each.requires_grad for each in others)
 
     def know_frozen(self, names: Collection[str]) -> None:
         """Parameters of these names, in the whole model, are not trained: all ranks that share this layer's experts
@@ -161,11 +163,11 @@ class ExpertMLP(nn.Module):
         most = max(order.sequences, run.most_samples) * order.length
         return _Choosing(experts_nk, counts_be, self.exchange.start(experts_nk, counts_be.sum(0), most))
 
-    def chosen(self, choosing: _Choosing, router: _RouterOutputs, run: ForwardPass) -> Choice:
+    def chosen(self, choosing: _Choosing, router: RouterOutputs, run: ForwardPass) -> Choice:
         """The choice, whose numbers the host waits for. In a step it is kept, and it and the router's losses are
         counted: this is the micro-batch's first forward."""
         experts_nk, counts_be, planning = choosing
-        routing, plan = run.routing, planning.finished()
+        routing, plan = run.routing, planning()
         if routing is None:
             return Choice(experts_nk, None, plan)
         routing.count(self.layer, counts_be.sum(0))
@@ -174,39 +176,25 @@ class ExpertMLP(nn.Module):
             if counts_sequences(self.moe):
                 self.region.comm.all_reduce("context", counts_be)
                 of_sequences = counts_be
-            routing.add_loss(self.losses.value(router.logits_ne, router.scores_ne, of_sequences, router.order))
+            routing.add_loss(self.losses.value(router, of_sequences))
         choice = routing.choices[self.layer] = Choice(experts_nk, of_sequences, plan)
         return choice
 
-    def loss_scale(self, routing: MicroBatchRouting | None) -> torch.Tensor | None:
-        """The factor in backward on the router's own losses; None if there are none, or another rank adds them."""
-        is_first = self.region.comm.index("tensor") == 0
-        return routing.step.loss_scale if routing is not None and is_first else None
-
     def logits_gradient(
-        self, factor_grads_nk: torch.Tensor, router: _RouterOutputs, choice: Choice, scale: torch.Tensor | None
+        self, factor_grads_nk: torch.Tensor, router: RouterOutputs, choice: Choice, routing: MicroBatchRouting | None
     ) -> torch.Tensor:
-        """The gradient of the router's outputs [n, E]. `scale`: factor on the router's own losses, if this rank adds
-        them."""
-        scores_ne, of_z_loss = router.scores_ne, None
-        grads_ne = scores_gradient(factor_grads_nk, scores_ne, choice.experts_nk, self.moe)
-        if scale is not None:
-            arguments = router.logits_ne, scores_ne, choice.counts_be, router.order, scale
-            of_z_loss = self.losses.add_gradients(grads_ne, *arguments)
-        grads_ne = logits_gradient(grads_ne, scores_ne, self.moe)
+        """The gradient of the router's outputs [n, E], with those of its own losses if this rank adds them."""
+        grads_ne, of_z_loss = scores_gradient(factor_grads_nk, router.scores_ne, choice.experts_nk, self.moe), None
+        if routing is not None and routing.loss_scale is not None:
+            of_z_loss = self.losses.add_gradients(grads_ne, router, choice.counts_be, routing.loss_scale)
+        grads_ne = logits_gradient(grads_ne, router.scores_ne, self.moe)
         return grads_ne if of_z_loss is None else grads_ne.add_(of_z_loss)
 
 
 class _Choosing(NamedTuple):
     experts_nk: torch.Tensor
     counts_be: torch.Tensor
-    planning: Planning
-
-
-class _RouterOutputs(NamedTuple):
-    logits_ne: torch.Tensor
-    scores_ne: torch.Tensor
-    order: TokenOrder
+    planning: Callable[[], Plan]
 
 
 def _counts(experts_nk: torch.Tensor, order: TokenOrder, experts: int) -> torch.Tensor:
@@ -217,17 +205,42 @@ def _counts(experts_nk: torch.Tensor, order: TokenOrder, experts: int) -> torch.
     return counts.scatter_add_(0, places.flatten(), counts.new_ones(places.numel())).view(-1, experts)
 
 
+class _SharedMLP(NamedTuple):
+    """The shared experts' matrices, the gate of their output, and what computes them."""
+
+    matrices: SharedExperts
+    factor: _Matrix | None
+    region: Region
+
+    def outputs(self, rows_nh: torch.Tensor) -> _SharedOutputs:
+        """Outputs of the matrices that read the layer's input, and of the gate."""
+        gate_nf, up_nf = self.region.products.outputs(rows_nh, self.matrices.inputs, (None, None))
+        return _SharedOutputs(gate_nf, up_nf, None if self.factor is None else self.factor.wide_output(rows_nh))
+
+    def gradients(
+        self, outputs: _SharedOutputs, active_nf: torch.Tensor | None, grads_nh: torch.Tensor
+    ) -> _SharedGradients:
+        """Gradients of these outputs. `active_nf`: the activation, if it was kept; `grads_nh`: the gradient of the
+        layer's output."""
+        products, (gate_nf, up_nf, logits_n1) = self.region.products, outputs
+        if active_nf is None:
+            active_nf = in_backward(lambda: products.swiglu(gate_nf, up_nf), self.region.comm)
+        grad_nf, of_logits = products.input_gradient([grads_nh], [self.matrices.down.weight]), None
+        if logits_n1 is not None:
+            factor_n1 = logits_n1.sigmoid()
+            of_factor = (grad_nf.to(factor_n1.dtype) * active_nf).sum(-1, keepdim=True)
+            of_logits = of_factor * factor_n1 * (1.0 - factor_n1)
+            grad_nf.mul_(factor_n1)
+        down_input_nf = outputs.down_input(active_nf)
+        return _SharedGradients(self, products.swiglu_gradients(grad_nf, gate_nf, up_nf), of_logits, down_input_nf)
+
+
 class _SharedOutputs(NamedTuple):
     """Outputs of the matrices that read the shared experts' input, and of their gate."""
 
     gate_nf: torch.Tensor
     up_nf: torch.Tensor
     factor_logits_n1: torch.Tensor | None
-
-    @classmethod
-    def of(cls, mlp: ExpertMLP, shared: SharedExperts, rows_nh: torch.Tensor) -> _SharedOutputs:
-        gate_nf, up_nf = mlp.region.products.outputs(rows_nh, shared.inputs, (None, None))
-        return cls(gate_nf, up_nf, None if mlp.shared_gate is None else mlp.shared_gate.wide_output(rows_nh))
 
     def down_input(self, active_nf: torch.Tensor) -> torch.Tensor:
         """What the down product reads, from the activation."""
@@ -239,50 +252,29 @@ class _SharedOutputs(NamedTuple):
 class _SharedGradients(NamedTuple):
     """Gradients of `_SharedOutputs`, and the down product's input."""
 
+    shared: _SharedMLP
     inputs_nf: tuple[torch.Tensor, torch.Tensor]
     factor_logits_n1: torch.Tensor | None
     down_input_nf: torch.Tensor
 
-    @classmethod
-    def of(
-        cls,
-        mlp: ExpertMLP,
-        shared: SharedExperts,
-        outputs: _SharedOutputs,
-        active_nf: torch.Tensor | None,
-        grads_nh: torch.Tensor,
-    ) -> _SharedGradients:
-        """`active_nf`: the activation, if it was kept; `grads_nh`: the gradient of the layer's output."""
-        products, (gate_nf, up_nf, logits_n1) = mlp.region.products, outputs
-        if active_nf is None:
-            active_nf = in_backward(lambda: products.swiglu(gate_nf, up_nf), mlp.region.comm)
-        grad_nf, of_logits = products.input_gradient([grads_nh], [shared.down.weight]), None
-        if logits_n1 is not None:
-            factor_n1 = logits_n1.sigmoid()
-            of_factor = (grad_nf.to(factor_n1.dtype) * active_nf).sum(-1, keepdim=True)
-            of_logits = of_factor * factor_n1 * (1.0 - factor_n1)
-            grad_nf.mul_(factor_n1)
-        down_input_nf = outputs.down_input(active_nf)
-        return cls(products.swiglu_gradients(grad_nf, gate_nf, up_nf), of_logits, down_input_nf)
-
-    def add_input_gradient(self, mlp: ExpertMLP, shared: SharedExperts, grads_nh: torch.Tensor) -> None:
+    def add_input_gradient(self, grads_nh: torch.Tensor) -> None:
         """Add the gradient of the layer's input."""
-        grads_nh.add_(mlp.region.products.input_gradient(self.inputs_nf, shared.inputs))
-        if mlp.shared_gate is not None and self.factor_logits_n1 is not None:
-            mlp.shared_gate.add_input_gradient(grads_nh, self.factor_logits_n1)
+        matrices, factor, region = self.shared
+        grads_nh.add_(region.products.input_gradient(self.inputs_nf, matrices.inputs))
+        if factor is not None and self.factor_logits_n1 is not None:
+            factor.add_input_gradient(grads_nh, self.factor_logits_n1)
 
-    def add_weight_gradients(
-        self, mlp: ExpertMLP, shared: SharedExperts, rows_nh: torch.Tensor | None, grads_nh: torch.Tensor
-    ) -> None:
+    def add_weight_gradients(self, rows_nh: torch.Tensor | None, grads_nh: torch.Tensor) -> None:
         """Add the gradients of what is trained; `rows_nh`: the layer's input, if they need it."""
-        store = mlp.region.weight_gradients
-        if shared.down.weight.requires_grad:
-            store.add_product(shared.down.weight, grads_nh, self.down_input_nf)
+        matrices, factor, region = self.shared
+        store = region.weight_gradients
+        if matrices.down.weight.requires_grad:
+            store.add_product(matrices.down.weight, grads_nh, self.down_input_nf)
         if rows_nh is None:
             return
-        add_to_trained(store, shared.inputs, self.inputs_nf, rows_nh)
-        if mlp.shared_gate is not None and self.factor_logits_n1 is not None:
-            mlp.shared_gate.add_weight_gradient(store, self.factor_logits_n1, rows_nh)
+        add_to_trained(store, matrices.inputs, self.inputs_nf, rows_nh)
+        if factor is not None and self.factor_logits_n1 is not None:
+            factor.add_weight_gradient(store, self.factor_logits_n1, rows_nh)
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -297,25 +289,21 @@ class _ExpertMLP(torch.autograd.Function):
         run: ForwardPass,
         recompute_norm: Recomputation | None,
     ) -> torch.Tensor:
-        region, products, exchange = mlp.region, mlp.region.products, mlp.exchange
+        region, products = mlp.region, mlp.region.products
         full = gather(x, region)
-        rows_nh, order = (
-            full.reshape(-1, full.shape[-1]),
-            TokenOrder((full.shape[0], full.shape[1]), int(run.batch_first)),
-        )
+        rows_nh = full.reshape(-1, full.shape[-1])
+        order = TokenOrder((full.shape[0], full.shape[1]), int(run.batch_first))
         logits_ne = mlp.router.wide_output(rows_nh)
-        router = _RouterOutputs(logits_ne, scores_of(logits_ne, mlp.moe), order)
+        router = RouterOutputs(logits_ne, scores_of(logits_ne, mlp.moe), order)
         choosing = mlp.start_choosing(router.scores_ne, order, run)
-        shared = None if mlp.shared is None else _SharedOutputs.of(mlp, mlp.shared, rows_nh)
+        shared = None if mlp.shared_mlp is None else mlp.shared_mlp.outputs(rows_nh)
         choice = choosing if isinstance(choosing, Choice) else mlp.chosen(choosing, router, run)
-        factors_nk = weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
+        plan, factors_nk = choice.plan, weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
         results_rh, *kept_mf = experts_forward(
-            exchange.outward(rows_nh, choice.plan),
-            exchange.weights_outward(factors_nk, choice.plan),
-            *(mlp.experts, choice.plan, products),
+            plan.outward(rows_nh), plan.weights_outward(factors_nk), mlp.experts, plan, products
         )
-        y_nh, active_nf = exchange.back(results_rh, choice.plan), None
-        if mlp.shared is not None and shared is not None:
+        y_nh, active_nf = plan.back(results_rh), None
+        if shared is not None:
             active_nf = products.swiglu(shared.gate_nf, shared.up_nf)
             y_nh.add_(products.output(shared.down_input(active_nf), mlp.shared.down.weight))
         ctx.mlp, ctx.order, ctx.choice, ctx.added = mlp, order, choice, residual is not None
@@ -333,42 +321,38 @@ class _ExpertMLP(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mlp: ExpertMLP = ctx.mlp
         choice: Choice = ctx.choice
-        region, store, exchange = mlp.region, mlp.region.weight_gradients, mlp.exchange
+        region, store, plan = mlp.region, mlp.region.weight_gradients, choice.plan
         x, logits_ne, gates_mf, ups_mf, active_nf, *outputs = ctx.saved_tensors  # which may be recomputed, once
-        shared_outputs = _SharedOutputs(*outputs) if mlp.shared is not None else None
         if ctx.recompute_norm is not None:
             x, ctx.recompute_norm = in_backward(ctx.recompute_norm, region.comm), None
-        grad, gathering = start_gather(grads[0].contiguous(), region)
-        if gathering is not None:
-            gathering.wait()
+        grad = gather(grads[0].contiguous(), region)
         grads_nh = grad.view(-1, grad.shape[-1])
         # Deferred work must not refer to the graph, which would keep more.
         needed = None if x is None else x.detach()
         gathered = None if store.keeping or needed is None else start_gather(needed, region)
-        router = _RouterOutputs(logits_ne, scores_of(logits_ne, mlp.moe), ctx.order)
+        router = RouterOutputs(logits_ne, scores_of(logits_ne, mlp.moe), ctx.order)
         factors_nk = weights_of(router.scores_ne, choice.experts_nk, mlp.moe)
-        grads_rh = exchange.outward(grads_nh, choice.plan)
+        grads_rh = plan.outward(grads_nh)
         of_shared: _SharedGradients | None = None
-        if mlp.shared is not None and shared_outputs is not None:
-            of_shared = _SharedGradients.of(mlp, mlp.shared, shared_outputs, active_nf, grads_nh)
+        if mlp.shared_mlp is not None:
+            of_shared = mlp.shared_mlp.gradients(_SharedOutputs(*outputs), active_nf, grads_nh)
         if gathered is not None and gathered[1] is not None:
             gathered[1].wait()
         at_once = None if gathered is None else gathered[0].reshape(-1, grad.shape[-1])
 
         def rows_for_experts(rows_nh: torch.Tensor | None) -> torch.Tensor | None:
-            return exchange.outward(rows_nh, choice.plan) if mlp.experts.reads_input and rows_nh is not None else None
+            return plan.outward(rows_nh) if mlp.experts.reads_input and rows_nh is not None else None
 
-        factors_m = exchange.weights_outward(factors_nk, choice.plan)
+        factors_m = plan.weights_outward(factors_nk)
         of_rows, deferred = experts_backward(
-            *(grads_rh, rows_for_experts(at_once), (gates_mf, ups_mf), factors_m, mlp.experts, choice.plan),
+            *(grads_rh, rows_for_experts(at_once), (gates_mf, ups_mf), factors_m, mlp.experts, plan),
             *(region.products, store),
         )
-        grad_x_nh = exchange.back(of_rows.rows_rh, choice.plan)
-        scale = mlp.loss_scale(ctx.routing)
-        of_logits_ne = mlp.logits_gradient(exchange.weights_back(of_rows.factors_m, choice.plan), router, choice, scale)
+        grad_x_nh = plan.back(of_rows.rows_rh)
+        of_logits_ne = mlp.logits_gradient(plan.weights_back(of_rows.factors_m), router, choice, ctx.routing)
         mlp.router.add_input_gradient(grad_x_nh, of_logits_ne)
-        if mlp.shared is not None and of_shared is not None:
-            of_shared.add_input_gradient(mlp, mlp.shared, grad_x_nh)
+        if of_shared is not None:
+            of_shared.add_input_gradient(grad_x_nh)
         grad_x, reducing = start_sum(grad_x_nh.view(grad.shape), region)
 
         def add_weight_gradients() -> None:
@@ -377,8 +361,8 @@ class _ExpertMLP(torch.autograd.Function):
                 rows_nh = gather(needed, region).reshape(-1, needed.shape[-1])
             if deferred is not None:
                 deferred.add(store, rows_for_experts(rows_nh))
-            if mlp.shared is not None and of_shared is not None:
-                of_shared.add_weight_gradients(mlp, mlp.shared, rows_nh, grads_nh)
+            if of_shared is not None:
+                of_shared.add_weight_gradients(rows_nh, grads_nh)
             mlp.router.add_weight_gradient(store, of_logits_ne, rows_nh)
 
         store.submit(add_weight_gradients)

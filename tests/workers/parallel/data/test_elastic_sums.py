@@ -116,13 +116,13 @@ def outcome(trained: list[Trained], document: dict[str, Any]) -> Outcome:
     assert all(rank.statistics == trained[0].statistics for rank in trained)
     alone = parse_job_spec({**document, "parallel": {}})
     flat = Engine(alone, Comm(RankGrid(alone.layout), 0, torch.device("cpu"))).flat
-    shapes = {slot.entry.name: slot.entry.shard.shape for slot in flat.slots}
+    parameters = {slot.entry.name: slot.entry.parameter for slot in flat.slots}
     state = {}
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         placed = [
             (name, where, values) for rank in trained for each, name, where, values in rank.rectangles if each == kind
         ]
-        state |= {f"{kind}.{name}": values for name, values in assemble(shapes, placed).items()}
+        state |= {f"{kind}.{name}": values for name, values in assemble(parameters, placed).items()}
     validation = [row.get("validation_loss") for row in trained[0].rows]
     return [*trained[0].statistics, *validation], state
 

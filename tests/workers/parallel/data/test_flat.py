@@ -190,9 +190,9 @@ def test_spread_experts_have_buckets_that_only_their_own_holders_divide(holders,
     flat = FlatParameters(entries, holders, CPU, bucket_bytes=4.0, expert=expert)
     slots, buckets = (flat.frozen, flat.frozen_buckets) if frozen else (flat.slots, flat.buckets)
     of_experts = [bucket for bucket in buckets if flat.has_experts(bucket)]
+    first, end = of_experts[0][0], of_experts[-1][1]
     for slot in slots:
-        inside = any(start <= slot.start and slot.end <= end for start, end in [(of_experts[0][0], of_experts[-1][1])])
-        assert inside == slot.entry.shard.of_expert, slot.entry.name
+        assert (first <= slot.start and slot.end <= end) == slot.entry.shard.of_expert, slot.entry.name
     assert [end for _, end in buckets[:-1]] == [start for start, _ in buckets[1:]]
     for bucket in buckets:
         share = expert if flat.has_experts(bucket) else 1

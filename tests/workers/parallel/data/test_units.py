@@ -38,9 +38,8 @@ def trained(ranks: Any, spec: dict[str, Any]) -> tuple[list[float], dict[str, to
     generator = torch.Generator().manual_seed(7)
     windows = [torch.randint(256, (parsed.train.global_batch_size, 9), generator=generator) for _ in range(3)]
     by_rank: list[list[Steps]] = ranks.run(parsed.layout, run_steps, [spec], [start], [windows], torch.float32)
-    shapes = {name: tuple(values.shape) for name, values in start.items()}
     placed = [each for (steps,) in by_rank for each in steps.parameters]
-    return by_rank[0][0].losses, assemble(shapes, placed)
+    return by_rank[0][0].losses, assemble(start, placed)
 
 
 CASES: dict[str, dict[str, Any]] = {

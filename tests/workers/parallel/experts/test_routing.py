@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from engine_specs import spec
+from plain_llama import PlainExperts
 
 from manta.workers.config import MoeConfig
 from manta.workers.parallel.experts.routing import (
@@ -25,29 +27,16 @@ CONFIGS = [
 ]
 
 
-def best(scores: list[float], count: int) -> list[int]:
-    """The highest ones, of equal ones the first."""
-    return sorted(sorted(range(len(scores)), key=lambda number: -scores[number])[:count])
-
-
-def choice(scores: list[float], moe: MoeConfig) -> list[int]:
-    """The experts of one token."""
-    size = moe.experts // moe.groups
-    groups = best(
-        [sum(sorted(scores[at : at + size])[-2:]) for at in range(0, moe.experts, size)], moe.groups_per_token
-    )
-    within = [score if at // size in groups else -math.inf for at, score in enumerate(scores)]
-    return best(within, moe.per_token)
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 def test_tokens_choose_the_highest_scores_and_of_equal_ones_the_first(config, biased):
-    moe, generator = MoeConfig(ffn_hidden_size=1, **config), torch.Generator().manual_seed(1)
+    job = spec(model={"family": "llama", "moe": {"ffn_hidden_size": 1, **config}})
+    plain, moe, generator = PlainExperts(job), job.model.moe, torch.Generator().manual_seed(1)
     scores = torch.randint(4, (200, moe.experts), generator=generator) / 4.0  # many are equal
     bias = torch.randint(-2, 3, (moe.experts,), generator=generator) / 4.0 if biased else None
+    plain.bias = plain.bias if bias is None else bias.tolist()
     chosen = chosen_experts(scores, bias, moe)
-    expected = [choice(token, moe) for token in (scores if bias is None else scores + bias).tolist()]
+    expected = [torch.tensor(plain.choice(token)).nonzero().flatten().tolist() for token in scores.tolist()]
     assert chosen.dtype == torch.int32 and chosen.tolist() == expected
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_specs import document
 from plain_gpt import random_weights
-from rank_programs import assemble, run_steps
+from rank_programs import gradients_of, run_steps
 from torch_pipeline_programs import torch_pipeline
 
 from manta.workers.spec.reading import parse_job_spec
@@ -53,10 +53,7 @@ def compare(engine: list[Any], oracle: list[Any], weights: dict[str, torch.Tenso
     """The engine's means over tokens against the oracle's sums."""
     loss = sum(part for part, _ in oracle) / tokens
     assert [rank.losses[0] for rank in engine] == pytest.approx([loss] * len(engine), rel=1e-12)
-    gradients = assemble(
-        {name: tuple(tensor.shape) for name, tensor in weights.items()},
-        [placed for rank in engine for placed in rank.gradients],
-    )
+    gradients = gradients_of(engine, weights)
     for name, gradient in gradients.items():
         # A tied embedding has a part of its gradient on each end of the pipeline.
         expected = torch.stack([part[name] for _, part in oracle if name in part]).sum(0) / tokens

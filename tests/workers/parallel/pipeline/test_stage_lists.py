@@ -40,11 +40,11 @@ def outcome(ranks: Any, document: dict[str, Any]) -> tuple[list[Any], dict[str, 
     """Losses of all steps; weights and moments as the model has them, whoever holds them."""
     by_rank = ranks.run(parse_job_spec(document).layout, train_job, document)
     rows = [(row["loss"], row.get("validation_loss")) for row in by_rank[0].rows]
-    shapes = {name: tuple(values.shape) for name, values in random_weights(parse_job_spec(document)).items()}
+    weights = random_weights(parse_job_spec(document))
     state: dict[str, torch.Tensor] = {}
     for kind in ("model", "exp_avg", "exp_avg_sq"):
         parts = [each[1:] for rank in by_rank for each in rank.rectangles if each[0] == kind]
-        state |= {f"{kind}.{name}": values for name, values in assemble(shapes, parts).items()}
+        state |= {f"{kind}.{name}": values for name, values in assemble(weights, parts).items()}
     return rows, state
 
 

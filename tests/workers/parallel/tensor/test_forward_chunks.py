@@ -12,7 +12,7 @@ import torch
 from engine_specs import axes, document, layout_of
 from plain_gpt import random_weights
 from plain_lora import adapted_model
-from rank_programs import Steps, assemble, light, run_steps, train_job
+from rank_programs import gradients_of, light, run_steps, train_job
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from manta.workers.comm.comm import Comm
@@ -70,11 +70,6 @@ def reference(family: str) -> tuple[dict[str, torch.Tensor], float, dict[str, to
     loss.backward()
     trained = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     return weights, loss.item(), trained
-
-
-def gradients_of(steps: list[Steps], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    shapes = {name: tuple(gradient.shape) for name, gradient in like.items()}
-    return assemble(shapes, [placed for rank in steps for placed in rank.gradients])
 
 
 def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
