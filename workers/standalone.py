@@ -25,7 +25,7 @@ from manta.workers.comm.comm import BackendKind, Comm
 from manta.workers.comm.grid import RankGrid
 from manta.workers.comm.host_names import skip_reverse_lookups
 from manta.workers.comm.secret import SECRET_LENGTH
-from manta.workers.config import JobSpec, LoraConfig
+from manta.workers.config import JobSpec, LoraConfig, ModelConfig
 from manta.workers.data.batch_plan import changed_sample_keys
 from manta.workers.data.corpus_record import FILE_NAME as CORPUS_RECORD
 from manta.workers.errors import CheckpointError, MantaError
@@ -34,6 +34,7 @@ from manta.workers.protocol.messages import Resume, TraceOrder
 from manta.workers.protocol.reports import Message, Metrics
 from manta.workers.settings import Launcher, read_token_cache
 from manta.workers.spec.layer_table import lora_targets
+from manta.workers.spec.parameters import parameter_names
 from manta.workers.step_traces.analysis import analysis_document, rank_documents
 from manta.workers.step_traces.assembly import StepTrace, assembled
 from manta.workers.step_traces.perfetto import perfetto
@@ -165,6 +166,7 @@ def restore_newest(trainer: Trainer, checkpoints: Location | None) -> None:
         def use(path: Location, step: int) -> None:
             _refuse_other_samples(trainer.spec, path)
             _refuse_other_adapters(trainer.spec, path)
+            _refuse_smaller_model(trainer.spec, path)
             trainer.restore(Resume("checkpoint", step, str(path)))
 
         path, skipped = newest_usable(checkpoints, use)
@@ -202,6 +204,21 @@ def _kind_of(lora: LoraConfig | None, spec: JobSpec) -> tuple[object, ...] | Non
     if lora is None:
         return None
     return lora.rank, lora.alpha, lora.scaling, set(lora.targets or lora_targets(spec.model))
+
+
+def _refuse_smaller_model(spec: JobSpec, checkpoint: Location) -> None:
+    """Raise CheckpointError if the job's model would leave out some of the state in `checkpoint`."""
+    before, model = ModelConfig.model_validate(manifest_of(checkpoint).spec["model"]), spec.model
+    if not before.is_counted or not model.is_counted:
+        return
+    missing = sorted(set(parameter_names(before)) - set(parameter_names(model)))
+    if missing:
+        raise CheckpointError(f"{checkpoint} is of another model: the job's has no {missing[0]}")
+    if before.has_router_bias and not model.has_router_bias:
+        raise CheckpointError(
+            f"{checkpoint} has a bias with which experts are chosen, and the job has none: set "
+            "model.moe.balance.bias_rate above 0 (1e-12 keeps the bias as it is)"
+        )
 
 
 @contextlib.contextmanager

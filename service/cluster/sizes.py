@@ -28,8 +28,8 @@ class SizeOutOfBounds(ServiceError):
         bounds = f"{sizes[0]}..{sizes[-1]}"
         in_steps = f" in steps of {sizes.step}, whole groups of parallel.expert" if sizes.step > 1 else ""
         super().__init__(
-            f"{job_id} cannot run with {replicas} replicas: its elastic.min_data..max_data is {bounds}"
-            + (", so its size is fixed; submit it with wider bounds" if len(sizes) == 1 else in_steps)
+            f"{job_id} cannot run with {replicas} replicas: its elastic.min_data..max_data is {bounds}{in_steps}"
+            + (", so its size is fixed; submit it with wider bounds" if len(sizes) == 1 else "")
         )
 
 

@@ -248,6 +248,25 @@ def test_run_refuses_to_resume_with_other_adapters(tmp_path, capsys):
     assert started(4, rank=3, dropout=0.1, targets=["q", "k", "v", "o", "up", "down"]) == 0
 
 
+def test_run_refuses_to_resume_with_a_model_that_leaves_out_a_part_of_the_state(tmp_path, capsys):
+    def started(steps: int, layers: int = 2, moe: dict[str, Any] | None = None, **balance: float) -> int:
+        experts = {"experts": 4, "per_token": 2, "ffn_hidden_size": 8, "balance": balance, **(moe or {})}
+        model = {"family": "llama", "layers": layers, "moe": experts}
+        config = job_file(tmp_path, model=model, checkpoint={"every_steps": 2}, train={"steps": steps})
+        return run.main([str(config), "--checkpoints", str(tmp_path / "checkpoints")])
+
+    assert started(2, moe={"shared": 1}, bias_rate=0.01) == 0
+    for given, error in (
+        ({"bias_rate": 0.01}, "is of another model: the job's has no layers.0.mlp.shared.down.weight"),
+        ({"layers": 1, "moe": {"shared": 1}, "bias_rate": 0.01}, "is of another model: the job's has no layers.1."),
+        ({"moe": {"shared": 1}}, "set model.moe.balance.bias_rate above 0"),
+    ):
+        capsys.readouterr()
+        assert started(4, **given) == 1
+        assert error in capsys.readouterr().err
+    assert started(4, moe={"shared": 1}, bias_rate=1e-12) == 0
+
+
 def test_run_that_stops_early_has_the_numbers_of_a_whole_one(tmp_path):
     folder, whole, part = tmp_path / "checkpoints", tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
     config = str(job_file(tmp_path, checkpoint={"every_steps": 2}))

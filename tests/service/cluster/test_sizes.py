@@ -118,7 +118,8 @@ def test_size_out_of_bounds_error_names_the_allowed_sizes():
     assert str(SizeOutOfBounds("job_1", 3, range(2, 9, 2))).endswith(
         "is 2..8 in steps of 2, whole groups of parallel.expert"
     )
-    assert "its size is fixed" in str(SizeOutOfBounds("job_1", 9, range(2, 3)))
+    assert "is 2..2, so its size is fixed" in str(SizeOutOfBounds("job_1", 9, range(2, 3)))
+    assert "groups of parallel.expert, so its size is fixed" in str(SizeOutOfBounds("job_1", 1, range(2, 3, 2)))
 
 
 def sizes(spec):

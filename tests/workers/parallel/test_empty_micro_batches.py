@@ -53,7 +53,13 @@ JOBS: list[dict[str, dict[str, Any]]] = [
             ("ring", "explicit"),
         )
     ),
-    {"parallel": {"data": 2, "zero": 0, "tensor": 2}, "train": {"lora": {"rank": 2, "dropout": 0.2}}},
+    *(
+        {
+            "parallel": {"data": 2, "zero": 0, "tensor": 2, "forward_chunks": chunks},
+            "train": {"lora": {"rank": 2, "dropout": 0.2}},
+        }
+        for chunks in (1, 2)
+    ),
     *(
         {"model": LATENT, "parallel": {"data": 2, "tensor": 2, "expert": expert, "recompute": "selective"}}
         for expert in (1, 2)

@@ -469,7 +469,8 @@ def row_sum_in_chunks(
         partial = x.new_empty((ranks * len(chunk), *chunk.shape[1:])) if region.sequence_parallel else chunk
         region.products.output_into(partial.view(ranks, -1, width), _of_each_rank(x, rows, ranks), weight)
         if adapted is not None:
-            of_rows = [_of_each_rank(each.view(*x.shape[:-1], -1), rows, ranks).flatten(0, 1) for each in inner_nr]
+            inner = [each.view(*x.shape[:-1], each.shape[-1]) for each in inner_nr]
+            of_rows = [_of_each_rank(each, rows, ranks).flatten(0, 1) for each in inner]
             adapted.add([partial.view(-1, width)], of_rows)
         summing.wait()  # some backends allow only one at a time
         if region.sequence_parallel:
