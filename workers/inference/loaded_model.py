@@ -174,7 +174,7 @@ def _end_in(config: Keys, folder: Path) -> str | None:
     end = config.get("eos_token_id")
     if tokenizer.end_of_document is not None:
         return None
-    return tokenizer.text_of(end) if isinstance(end, int) and end < tokenizer.vocabulary else NO_TOKEN
+    return tokenizer.text_of(end) if isinstance(end, int) and end in range(tokenizer.vocabulary) else NO_TOKEN
 
 
 class TextTokens:

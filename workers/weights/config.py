@@ -653,6 +653,8 @@ def _deepseek_config(spec: JobSpec, dtype: str, positions: int) -> Section:
         _only(moe, "family deepseek", every=1, score="sigmoid")
         if not moe.shared:
             raise _cannot("model.moe.shared 0 with family deepseek")
+        if moe.groups == moe.experts:
+            raise _cannot("model.moe.groups of one expert each with family deepseek")
     return {
         "architectures": [_CLASSES["deepseek_v3"]],
         "model_type": "deepseek_v3",

@@ -274,6 +274,10 @@ def test_unreadable_config_is_refused_in_one_sentence(tmp_path, content, sentenc
         ),
         ({"family": "qwen", "moe": MOE | {"shared": 1}}, "model.moe.shared 1 with Qwen 3 with moe"),
         ({**DEEPSEEK, "moe": MOE | {"shared": 1}}, 'model.moe.score "softmax" with family deepseek'),
+        (
+            {**DEEPSEEK, "moe": MOE | {"shared": 1, "score": "sigmoid", "groups": 4, "groups_per_token": 2}},
+            "model.moe.groups of one expert each with family deepseek",
+        ),
         ({**DEEPSEEK, "sliding_window": 4}, "model.sliding_window with family deepseek"),
     ],
 )
