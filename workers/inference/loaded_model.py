@@ -15,9 +15,10 @@ from manta.workers.checkpoint.opening import read_contents
 from manta.workers.checkpoint.stored_rows import StoredRows
 from manta.workers.comm.comm import Comm
 from manta.workers.comm.grid import RankGrid
-from manta.workers.config import DataConfig, JobSpec, ParallelConfig
+from manta.workers.config import NO_TOKEN, DataConfig, JobSpec, ParallelConfig
 from manta.workers.data.tokenizer import (
     FILE_NAME,
+    FileTokenizer,
     Marks,
     Spans,
     Tokenizer,
@@ -36,7 +37,7 @@ from manta.workers.spec.submitted import with_shape_of_weights, with_vocabulary
 from manta.workers.storage.files import files_of
 from manta.workers.storage.locations import Location
 from manta.workers.weights.adapters import add, peft_adapters, stored_adapters
-from manta.workers.weights.config import read_config, shape_of
+from manta.workers.weights.config import Keys, read_config, shape_of
 from manta.workers.weights.mapping import ROUTER_BIAS
 
 LONGEST = 4096
@@ -152,12 +153,28 @@ class LoadedModel:
 
 def spec_of_weights(folder: Path) -> JobSpec:
     """What a job would say that began with a folder of Hugging Face weights, and its tokenizer. Raises WeightsError,
-    SpecError."""
-    length = min(shape_of(read_config(folder)).positions, LONGEST)
-    data = {"source": "text", "paths": [str(folder)], "tokenizer": str(folder)}
+    DataError, SpecError."""
+    config = read_config(folder)
+    length = min(shape_of(config).positions, LONGEST)
+    data = {
+        "source": "text",
+        "paths": [str(folder)],
+        "tokenizer": str(folder),
+        "end_of_document": _end_in(config, folder),
+    }
     model = {"from": str(folder), "sequence_length": length}
     document = {"model": model, "data": data, "train": {"steps": 1, "global_batch_size": 1}}
     return with_vocabulary(parse_job_spec(with_shape_of_weights(document)))
+
+
+def _end_in(config: Keys, folder: Path) -> str | None:
+    """`data.end_of_document` for the tokenizer in `folder`: null if it has a usual one; otherwise the token with which
+    the model ends what it writes, if any. Raises DataError."""
+    tokenizer = FileTokenizer(tokenizer_path(folder), needs_end=False)
+    end = config.get("eos_token_id")
+    if tokenizer.end_of_document is not None:
+        return None
+    return tokenizer.text_of(end) if isinstance(end, int) and end in range(tokenizer.vocabulary) else NO_TOKEN
 
 
 class TextTokens:

@@ -95,11 +95,12 @@ def _with_shape(document: Any, roots: DataRoots) -> Any:
         shape = shape_of(config)
     except WeightsError as error:
         raise SpecError([Problem("model.from", at_submission(error))]) from error
-    model, shape = _with_balance(model, shape)
+    model, shape = _with_objects(model, shape)
     problems = list(_differences(model, shape, config.where))
     if problems:
         raise SpecError(problems)
-    completed = {**document, "model": {"sequence_length": shape.positions, **model, **shape.section}}
+    objects = {key: model[key] for key in _OBJECTS if model.get(key) is not None}
+    completed = {**document, "model": {"sequence_length": shape.positions, **model, **shape.section, **objects}}
     return {**completed, "train": _with_rates_for_weights(document["train"])} if "train" in document else completed
 
 
@@ -107,15 +108,16 @@ _OF_TRAINING = ("balance", "router_z_loss")
 """Keys of `model.moe` that config.json does not have."""
 
 
-def _with_balance(model: dict[str, Any], shape: Shape) -> tuple[dict[str, Any], Shape]:
-    """Both with the keys of `model.moe` that the other one has and it has not: what weights do not tell, and what a job
+def _with_objects(model: dict[str, Any], shape: Shape) -> tuple[dict[str, Any], Shape]:
+    """Both with the keys of objects that the other one has and it has not: what weights do not tell, and what a job
     need not repeat."""
-    given, theirs = model.get("moe"), shape.section.get("moe")
-    if not isinstance(given, dict) or theirs is None:
-        return model, shape
-    own = {key: given[key] for key in _OF_TRAINING if key in given}
-    section = {**shape.section, "moe": {**theirs, **own}}
-    return {**model, "moe": {**theirs, **given}}, replace(shape, section=section)
+    model, section = dict(model), dict(shape.section)
+    for key in _OBJECTS:
+        given, theirs = model.get(key), section.get(key)
+        if isinstance(given, dict) and theirs is not None:
+            section[key] = {**theirs, **{each: given[each] for each in _OF_TRAINING if each in given}}
+            model[key] = {**theirs, **given}
+    return model, replace(shape, section=section)
 
 
 def _with_rates_for_weights(train: Any) -> Any:
@@ -145,12 +147,15 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
     if isinstance(length, int) and length > shape.positions:
         rule = f"{length} tokens exceed the model's maximum sequence length: {where} says {shape.positions_name} "
         yield Problem("model.sequence_length", f"{rule}{shape.positions}", str(shape.positions))
-    known = _read(shape.section, shape.positions)
+    known = _read(shape.section, shape.positions) or shape.section
     for key in _SHAPE & model.keys():
         given = model[key]
         if given is None and ModelConfig.model_fields[key].default is None:
             continue  # as if it were left out
-        expected, read = known.get(key), _read({**shape.section, key: given}, shape.positions).get(key)
+        with_given = _read({**shape.section, key: given}, shape.positions)
+        expected, read = known.get(key), given if with_given is None else with_given[key]
+        if with_given is None and key in _OBJECTS and expected is not None:
+            continue  # the spec has it, so what is wrong with it is reported later
         if isinstance(expected, dict) and isinstance(read, dict) and key in _OBJECTS:
             for inner in (each for each in expected if read.get(each) != expected[each]):
                 rule = f"{_shown(read.get(inner))} differs from {where}, which says {_shown(expected[inner])}"
@@ -161,12 +166,12 @@ def _differences(model: dict[str, Any], shape: Shape, where: str) -> Iterator[Pr
             yield Problem(f"model.{key}", f"{_shown(given)} differs from {where}: {theirs}", _shown(expected))
 
 
-def _read(section: dict[str, Any], positions: int) -> dict[str, Any]:
-    """The section with all defaults, as JSON; unchanged if it cannot be read, which is reported later."""
+def _read(section: dict[str, Any], positions: int) -> dict[str, Any] | None:
+    """The section with all defaults, as JSON; None if it cannot be read."""
     try:
         return ModelConfig.model_validate({"sequence_length": positions, **section}).model_dump(mode="json")
     except ValidationError:
-        return section
+        return None
 
 
 def _shown(value: Any) -> str:

@@ -145,7 +145,8 @@ def shape_of(config: Keys) -> Shape:
     """The model that `config` describes. Raises WeightsError."""
     kind = config.get("model_type")
     if kind not in READERS:
-        others = "" if kind != "qwen2" else " (Qwen 2 has biases on queries, keys and values only)"
+        is_qwen2 = kind in ("qwen2", "qwen2_moe")
+        others = " (Qwen 2 has biases on queries, keys and values only)" if is_qwen2 else ""
         raise config.wrong("model_type", f"supported: {', '.join(READERS)}{others}")
     for key, why in _NEVER.items():
         if config.get(key):
@@ -260,6 +261,10 @@ def _llama_like(config: Keys) -> Shape:
 
 
 def _shape(config: Keys, section: Section, defaults: _Defaults) -> Shape:
+    moe = section.get("moe") or {}
+    if moe.get("per_token") == 1 and moe.get("normalise", True):
+        why = "divided by itself, the weight of a token's only expert is always 1, so the router would not learn"
+        raise config.wrong("num_experts_per_tok", f"must be at least 2: {why}")
     positions = config.integer("max_position_embeddings", defaults.positions)
     return Shape(section, _NAMES, positions, "max_position_embeddings")
 
@@ -298,6 +303,9 @@ def _deepseek(config: Keys) -> Shape:
             raise config.wrong(key, f"only {json.dumps(needed)} is supported")
     if config.integer("num_key_value_heads", heads) != heads:
         raise config.wrong("num_key_value_heads", f"must be num_attention_heads, {heads}")
+    for key in _OF_CHOICE:
+        if key in config.values and config.values[key] is None:
+            raise config.wrong(key, "null has no meaning here: give its value")
     is_plain = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     layers, dense = config.integer("num_hidden_layers", 61), config.count("first_k_dense_replace", 3)
     section: Section = {
@@ -340,6 +348,11 @@ _OF_DEEPSEEK: Section = {
     "topk_method": "noaux_tc", "moe_layer_freq": 1,
 }  # fmt: skip
 """Keys that have only one supported value."""
+_OF_CHOICE = (
+    "num_experts_per_tok", "first_k_dense_replace", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor",
+    "n_group", "topk_group",
+)  # fmt: skip
+"""Keys whose null is not their default: it means something else, or nothing, in other code for these weights."""
 
 
 _NAMES = {
@@ -359,8 +372,9 @@ READERS: dict[str, Callable[[Keys], Shape]] = {
     "qwen3": _llama_like,
     "qwen3_moe": _llama_like,
     "deepseek_v3": _deepseek,
+    "kimi_k2": _deepseek,
 }
-"""By `model_type`."""
+"""By `model_type`. Kimi K2 is a DeepSeek V3 of another size (arXiv:2507.20534, table 2)."""
 
 
 def _bias(config: Keys) -> bool:
@@ -384,6 +398,8 @@ def _windows(config: Keys, kind: str) -> Section:
     if not has_windows or ("sliding_window" in config.values and config.values["sliding_window"] is None):
         return none
     window = config.integer("sliding_window", 4096)
+    if kind == "mistral" and config.get("layer_types") is not None and "full_attention" in _layer_types(config):
+        raise WeightsError(f"{config.where}: layer_types: with mistral only windows in all layers are supported")
     if kind != "qwen3":
         return none | {"sliding_window": window}
     sliding = [entry == "sliding_attention" for entry in _layer_types(config)]
@@ -401,7 +417,7 @@ def _windows(config: Keys, kind: str) -> Section:
 
 
 def _layer_types(config: Keys) -> list[str]:
-    """What Qwen 3's layers attend to; if the list is missing, the first layers attend to everything."""
+    """What the layers attend to; if the list is missing, the first layers attend to everything."""
     layers = config.integer("num_hidden_layers")
     types = config.get("layer_types")
     if types is None:
@@ -425,6 +441,12 @@ def _rope(config: Keys, defaults: _Defaults) -> Section:
         if inner.values[name] != other.values[name]:
             raise config.wrong(key, f"rope_parameters has another {name}, {json.dumps(other.values[name])}")
     inner = Keys(other.values | inner.values, inner.where)
+    for name, same in (("type", inner), (_ORIGINAL, config)):  # older names and places
+        new = "rope_type" if name == "type" else name
+        if inner.get(new) is not None and same.get(name, inner.get(new)) != inner.get(new):
+            raise same.wrong(name, f"{key} has another {new}, {json.dumps(inner.values[new])}")
+    if inner.get(_ORIGINAL) is None and config.get(_ORIGINAL) is not None:
+        inner.values[_ORIGINAL] = config.values[_ORIGINAL]
     if config.get("partial_rotary_factor", 1.0) != 1.0 or inner.get("partial_rotary_factor", 1.0) != 1.0:
         raise WeightsError(f"{config.where}: partial_rotary_factor: only 1.0 (rotation of whole heads) is supported")
     if any(isinstance(value, dict) for value in inner.values.values()):
@@ -446,11 +468,15 @@ def _rope(config: Keys, defaults: _Defaults) -> Section:
         raise inner.wrong("factor", "must be at least 1")
     length = config.integer("max_position_embeddings", defaults.positions)
     scaling = {"type": kind, "factor": factor, **_SCALINGS[kind](inner, length)}
+    of_deepseek = READERS[config.values["model_type"]] is _deepseek
     if kind == "yarn":
-        scaling |= _scales(inner, factor, config.values["model_type"] == "deepseek_v3")
+        scaling |= _scales(inner, factor, of_deepseek)
+    elif of_deepseek and inner.get("mscale_all_dim"):
+        raise inner.wrong("mscale_all_dim", "only supported with yarn")
     return {"theta": theta, "scaling": scaling}
 
 
+_ORIGINAL = "original_max_position_embeddings"
 _ROPE_KEYS = {
     "rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "truncate", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
@@ -489,6 +515,9 @@ def _scales(inner: Keys, factor: float, of_deepseek: bool) -> Iterator[tuple[str
         logarithm = 0.1 * math.log(factor)
         scales = [inner.number(key) * logarithm + 1.0 for key in ("mscale", "mscale_all_dim")]
         yield "attention_factor", scales[0] / scales[1]
+    elif inner.get("mscale_all_dim") or inner.get("mscale", 1.0) != 1.0:
+        key, other = ("mscale_all_dim", "mscale") if inner.get("mscale_all_dim") else ("mscale", "mscale_all_dim")
+        raise inner.wrong(key, f"without {other}, its meaning depends on the code that reads it; give both")
     if inner.get("mscale_all_dim"):
         yield "mscale_all_dim", inner.number("mscale_all_dim")
 
@@ -558,6 +587,7 @@ _CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
 }
 _TITLES = {
     "mistral": "Mistral (sliding_window)",
@@ -623,6 +653,8 @@ def _deepseek_config(spec: JobSpec, dtype: str, positions: int) -> Section:
         _only(moe, "family deepseek", every=1, score="sigmoid")
         if not moe.shared:
             raise _cannot("model.moe.shared 0 with family deepseek")
+        if moe.groups == moe.experts:
+            raise _cannot("model.moe.groups of one expert each with family deepseek")
     return {
         "architectures": [_CLASSES["deepseek_v3"]],
         "model_type": "deepseek_v3",
@@ -707,13 +739,15 @@ def _rope_keys(rope: RopeConfig) -> Section:
         theirs |= {"low_freq_factor": scaling.low_frequency_factor, "high_freq_factor": scaling.high_frequency_factor}
     if scaling.type == "yarn":
         theirs |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
-        if scaling.attention_factor is not None:
-            theirs["attention_factor"] = scaling.attention_factor
+        attention_factor = scaling.attention_factor
         if scaling.mscale_all_dim is not None:
             theirs["mscale_all_dim"] = scaling.mscale_all_dim
-            if scaling.attention_factor == 1.0:  # as DeepSeek's own code, and what follows it, expects it
-                theirs["mscale"] = scaling.mscale_all_dim
-                del theirs["attention_factor"]
+            if attention_factor == 1.0:  # as DeepSeek's own code, and what follows it, expects it
+                theirs["mscale"], attention_factor = scaling.mscale_all_dim, None
+            elif attention_factor is None:
+                attention_factor = 0.1 * math.log(scaling.factor) + 1.0
+        if attention_factor is not None:
+            theirs["attention_factor"] = attention_factor
     return {"rope_theta": rope.theta, "rope_scaling": theirs}
 
 

@@ -11,9 +11,11 @@ import pytest
 from checkpoint_programs import job, lone, save
 
 from manta.workers import evaluate, generate
+from manta.workers.checkpoint.catalog import complete_checkpoints
 from manta.workers.checkpoint.pruning import remove
 from manta.workers.inference import loaded_model
 from manta.workers.protocol.messages import Resume
+from manta.workers.weights.export import export
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,24 @@ def test_a_text_is_evaluated_by_the_newest_checkpoint_of_a_folder(checkpoints, t
     assert evaluation["perplexity"] == pytest.approx(math.exp(evaluation["loss"]))
     table = said(evaluate, capsys, checkpoints, "--text", tmp_path / "text.txt", "--stride", 2)
     assert table.split()[0] == "loss"
+
+
+def test_exported_weights_whose_tokenizer_has_no_end_are_evaluated_as_their_checkpoint(corpus, tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16}
+    trainer = lone(job(corpus, {}, model={"family": "llama", "moe": moe}), tmp_path / "in")
+    trainer.restore(Resume())
+    save(trainer)
+    export(str(complete_checkpoints(tmp_path / "in")[-1][0]), tmp_path / "out")
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    both = [
+        said(evaluate, capsys, tmp_path / each, "--text", tmp_path / "text.txt", "--json") for each in ("in", "out")
+    ]
+    assert both[0] == both[1]
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    (tmp_path / "out/config.json").write_text(json.dumps(config | {"eos_token_id": ord("!")}))
+    spec = loaded_model.spec_of_weights(tmp_path / "out")
+    assert (spec.data.end_of_document, loaded_model.text_tokens_of(spec, None).end) == ("!", ord("!"))
 
 
 def test_model_is_evaluated_on_the_validation_sets_of_its_job(corpus, checkpoints, tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def test_config_of_transformers_survives_a_round_trip(kind, tmp_path):
             LLAMA3,
         ),
         ({"rope_theta": 5000.0, "rope_scaling": {**YARN, "attention_factor": 1.2}}, {**YARN, "attention_factor": 1.2}),
+        (
+            {"rope_scaling": YARN | {"original_max_position_embeddings": None}, "original_max_position_embeddings": 64},
+            YARN,
+        ),
     ],
 )
 def test_rope_is_read_from_configs_of_transformers_4_and_5(older, newer):
@@ -77,6 +82,18 @@ def test_rope_is_read_from_configs_of_transformers_4_and_5(older, newer):
     assert rope == section({**LLAMA, "rope_parameters": newer})["rope"]
     config = huggingface_config(spec_of({**LLAMA, **older}), "float32")
     assert section(config)["rope"] == rope
+
+
+def test_kimi_k2_is_read_as_a_deepseek_v3():
+    published = PUBLISHED["DeepSeek V3"]["config"]
+    assert section({**published, "model_type": "kimi_k2"}) == section(published)
+
+
+def test_exported_scale_of_scores_is_read_again_when_what_is_rotated_has_yarns_factor():
+    yarn = {"type": "yarn", "factor": 4.0, "original_length": 16, "mscale_all_dim": 0.7}
+    spec = parse_job_spec(document(model={**DEEPSEEK, "rope": {"scaling": yarn}}))
+    scaling = section(huggingface_config(spec, "float32"))["rope"]["scaling"]
+    assert scaling["attention_factor"] == pytest.approx(0.1 * math.log(4.0) + 1.0)
 
 
 def test_exported_yarn_config_has_the_positions_that_give_its_factor():
@@ -150,11 +167,28 @@ WRONG = [
     ({"model_type": "mixtral", "capacity_factor": 1.25}, "capacity_factor: every token goes to all experts chosen"),
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: noise on what the router reads"),
     ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0: must be a whole number of at least 1"),
+    ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1: must be at least 2"),
     ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers is [2]: only the first layers"),
     ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func is \"softmax\": only \"sigmoid\""),
     ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq is 2: only 1 is supported"),
     ({"model_type": "deepseek_v3", "rope_interleave": False}, "rope_interleave is false: only true"),
     ({"model_type": "deepseek_v3", "num_key_value_heads": 2}, "num_key_value_heads is 2: must be num_attention_heads"),
+    ({"model_type": "deepseek_v3", "n_group": None}, "n_group is null: null has no meaning here: give its value"),
+    ({"model_type": "deepseek_v3", "rope_scaling": {**YARN, "mscale": 0.7}}, "mscale is 0.7: without mscale_all_dim"),
+    ({"model_type": "deepseek_v3", "rope_scaling": {**YARN, "mscale_all_dim": 1.0}}, "is 1.0: without mscale, its"),
+    (
+        {"model_type": "deepseek_v3", "rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+        "mscale_all_dim is 1.0: only supported with yarn",
+    ),
+    (
+        {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"] * 2},
+        "layer_types: with mistral only windows in all layers",
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+        "rope_scaling: type is \"linear\": rope_scaling has another rope_type, \"default\"",
+    ),
+    ({"rope_scaling": YARN, "original_max_position_embeddings": 9}, "rope_scaling has another original_max_position"),
     ({"rope_scaling": {**YARN, "truncate": False}}, "truncate is false: this variant of yarn"),
     ({"hidden_act": "gelu"}, "hidden_act is \"gelu\": only silu"),
     ({"attention_bias": True}, "attention_bias is true: model.bias applies to all linear layers, but mlp_bias is"),
@@ -240,6 +274,10 @@ def test_unreadable_config_is_refused_in_one_sentence(tmp_path, content, sentenc
         ),
         ({"family": "qwen", "moe": MOE | {"shared": 1}}, "model.moe.shared 1 with Qwen 3 with moe"),
         ({**DEEPSEEK, "moe": MOE | {"shared": 1}}, 'model.moe.score "softmax" with family deepseek'),
+        (
+            {**DEEPSEEK, "moe": MOE | {"shared": 1, "score": "sigmoid", "groups": 4, "groups_per_token": 2}},
+            "model.moe.groups of one expert each with family deepseek",
+        ),
         ({**DEEPSEEK, "sliding_window": 4}, "model.sliding_window with family deepseek"),
     ],
 )

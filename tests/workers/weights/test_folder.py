@@ -583,3 +583,24 @@ def test_balance_of_experts_may_be_given_beside_weights_but_not_other_numbers_of
     assert (job.model.moe.experts, job.model.moe.balance.bias_rate) == (8, 0.001)
     with pytest.raises(SpecError, match=r"model\.moe\.per_token: 2 differs from .*, which says 3 \(try: 3\)"):
         model(per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("moe", {"expert": 8}, "^model.moe.expert: unknown key; did you mean model.moe.experts"),
+        ("moe", [8], "^model.moe: must be a mapping, not a list"),
+        (
+            "latent_attention",
+            {"kv_rank": 8},
+            "^model.latent_attention.kv_rank: 8 differs from .*, which says 16 [^;]*$",
+        ),
+        ("latent_attention", {"kv_lora_rank": 16}, "^model.latent_attention.kv_lora_rank: unknown key; did you mean"),
+    ],
+)
+def test_wrong_key_of_an_object_beside_weights_is_the_only_one_that_is_named(of_experts, key, value, sentence):
+    model = {"from": str(of_experts), "sequence_length": 8, key: value}
+    with pytest.raises(SpecError, match=sentence):
+        parse_job_spec(
+            with_shape_of_weights({"model": model, "data": {"source": "python-stdlib"}, "train": {"steps": 1}})
+        )

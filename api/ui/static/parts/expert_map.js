@@ -1,10 +1,11 @@
 /** Tokens of a job's experts in one step: a row for each layer that has experts, a column for each expert. */
 
 import { get, optional } from "../core/api.js";
-import { color, onColorsChanged } from "../charts/colors.js";
+import { color } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
-import { fill, h, panel, setText, setVisible } from "../core/dom.js";
+import { h, setText, setVisible } from "../core/dom.js";
 import { number } from "../core/format.js";
+import { MapPanel } from "./map_panel.js";
 
 const [LEFT, BOTTOM, LEAST_ROW, MOST_ROW, MOST_HEIGHT] = [64, 20, 4, 22, 420]; // pixels
 const FEW = 0.5; // times the mean of the layer
@@ -18,34 +19,16 @@ export function shadeOf(ratio) {
 }
 
 /** A panel; `refresh(signal)` reads what is new. It stays hidden for a job without experts. */
-export class ExpertMap {
+export class ExpertMap extends MapPanel {
   constructor(id) {
-    this.id = id;
-    const { element, body } = panel("Tokens by expert", {
-      note: "a row for each layer with experts, a column for each expert, compared with the mean of its layer",
-    });
-    this.canvas = h("canvas", { class: "lane-canvas" });
-    this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.plot = h(
-      "div",
-      {
-        class: "lane-plot",
-        role: "img",
-        "aria-label": "Tokens of every expert",
-        onpointermove: (event) => this.hover(event),
-        onpointerleave: () => setVisible(this.tip, false),
-      },
-      this.canvas,
-      this.tip,
+    super(
+      "Tokens by expert",
+      "a row for each layer with experts, a column for each expert, compared with the mean of its layer",
+      "Tokens of every expert",
     );
+    this.id = id;
     this.said = h("p", { class: "note" });
-    this.legend = h("div", { class: "legend" });
-    body.append(this.plot, this.said, this.legend);
-    this.element = element;
-    setVisible(element, false);
-    this.unwatch = onColorsChanged(() => this.draw());
-    this.observer = new ResizeObserver(() => this.draw());
-    this.observer.observe(this.plot);
+    this.plot.after(this.said);
   }
 
   async refresh(signal) {
@@ -66,7 +49,7 @@ export class ExpertMap {
     this.plot.style.height = `${height}px`;
     const pen = new CanvasPen(this.canvas, width, height);
     const experts = tokens[0].length;
-    this.box = { w: (width - LEFT) / experts, h: row };
+    this.box = { left: LEFT, w: (width - LEFT) / experts, h: row };
     tokens.forEach((counts, at) => {
       const mean = meanOf(counts);
       counts.forEach((count, expert) => {
@@ -83,36 +66,15 @@ export class ExpertMap {
       pen.text(LEFT - 6, (at + 0.5) * row, `layer ${layers[at]}`, { ...dim, align: "right" });
     pen.text(LEFT, height - 6, "expert 0", dim);
     pen.text(width, height - 6, String(experts - 1), { ...dim, align: "right" });
-    const entries = [0, 0.5, 1, MANY, 3].map((ratio) => {
-      const { shade, alpha } = shadeOf(ratio);
-      const text = { 0: "no tokens", 1: "the mean", 3: "3 times or more" }[ratio] ?? `${ratio} times`;
-      return h("span", { class: "legend-entry" }, h("i", { class: "swatch", style: { background: shade, opacity: alpha } }), text);
-    });
-    fill(this.legend, entries);
+    const texts = { 0: "no tokens", 1: "the mean", 3: "3 times or more" };
+    this.showLegend([0, FEW, 1, MANY, 3].map((ratio) => ({ ...shadeOf(ratio), text: texts[ratio] ?? `${ratio} times` })));
   }
 
-  hover(event) {
-    if (!this.box) return;
-    const bounds = this.plot.getBoundingClientRect();
-    const expert = Math.floor((event.clientX - bounds.left - LEFT) / this.box.w);
-    const at = Math.floor((event.clientY - bounds.top) / this.box.h);
+  textAt(expert, at) {
     const count = this.shown.tokens[at]?.[expert];
-    setVisible(this.tip, count !== undefined);
-    if (count === undefined) return;
-    const ratio = count / (meanOf(this.shown.tokens[at]) || 1);
-    setText(
-      this.tip,
-      `layer ${this.shown.layers[at]}, expert ${expert}\n${number(count)} tokens, ${ratio.toFixed(2)} times the mean`,
-    );
-    Object.assign(this.tip.style, {
-      left: `${Math.min(event.clientX - bounds.left + 12, bounds.width - 240)}px`,
-      top: `${Math.max(0, event.clientY - bounds.top - 10)}px`,
-    });
-  }
-
-  close() {
-    this.unwatch();
-    this.observer.disconnect();
+    if (count === undefined) return undefined;
+    const ratio = (count / (meanOf(this.shown.tokens[at]) || 1)).toFixed(2);
+    return `layer ${this.shown.layers[at]}, expert ${expert}\n${number(count)} tokens, ${ratio} times the mean`;
   }
 }
 

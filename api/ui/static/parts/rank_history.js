@@ -1,10 +1,11 @@
 /** The ranks' own times over the last steps: a row of pixels for each rank, so that a slow one is a stripe. */
 
 import { get, optional } from "../core/api.js";
-import { color, onColorsChanged } from "../charts/colors.js";
+import { color } from "../charts/colors.js";
 import { CanvasPen } from "../charts/pen.js";
-import { fill, h, panel, setText, setVisible } from "../core/dom.js";
+import { setVisible } from "../core/dom.js";
 import { duration, numberOf } from "../core/format.js";
+import { MapPanel } from "./map_panel.js";
 import { usualOf } from "./rank_grid.js";
 
 const [HEIGHT, LEFT, BOTTOM] = [220, 44, 18];
@@ -16,34 +17,15 @@ function shadeOf(ratio) {
 }
 
 /** A panel; `refresh(signal, ranks)` reads what is new. */
-export class RankHistory {
+export class RankHistory extends MapPanel {
   constructor(id) {
-    this.id = id;
-    const { element, body } = panel("Own time by step", {
-      note: "a row for each rank, compared with the median of its stage in the same step",
-    });
-    this.canvas = h("canvas", { class: "lane-canvas" });
-    this.tip = h("div", { class: "chart-tip", hidden: true });
-    this.plot = h(
-      "div",
-      {
-        class: "lane-plot",
-        role: "img",
-        "aria-label": "Own time of every rank over the last steps",
-        onpointermove: (event) => this.hover(event),
-        onpointerleave: () => setVisible(this.tip, false),
-      },
-      this.canvas,
-      this.tip,
+    super(
+      "Own time by step",
+      "a row for each rank, compared with the median of its stage in the same step",
+      "Own time of every rank over the last steps",
     );
+    this.id = id;
     this.plot.style.height = `${HEIGHT}px`;
-    this.legend = h("div", { class: "legend" });
-    body.append(this.plot, this.legend);
-    this.element = element;
-    setVisible(element, false);
-    this.unwatch = onColorsChanged(() => this.draw());
-    this.observer = new ResizeObserver(() => this.draw());
-    this.observer.observe(this.plot);
   }
 
   async refresh(signal, ranks) {
@@ -64,7 +46,7 @@ export class RankHistory {
     if (!width || !this.steps) return;
     const pen = new CanvasPen(this.canvas, width, HEIGHT);
     const count = this.own[0].length;
-    this.box = { x: LEFT, w: (width - LEFT) / this.steps.length, h: (HEIGHT - BOTTOM) / count };
+    this.box = { left: LEFT, w: (width - LEFT) / this.steps.length, h: (HEIGHT - BOTTOM) / count };
     this.own.forEach((row, at) =>
       row.forEach((seconds, rank) => {
         const ratio = seconds / this.usual[at].get(this.stages[rank]);
@@ -85,45 +67,16 @@ export class RankHistory {
         align: "right",
         size: 10,
       });
-    this.showLegend();
+    const texts = { 1: "as the median", 2: "2 times or longer" };
+    this.showLegend([1, 1.2, SLOW, 2].map((ratio) => ({ ...shadeOf(ratio), text: texts[ratio] ?? `${ratio} times` })));
     pen.text(LEFT, HEIGHT - 6, `step ${this.steps[0]}`, { color: color("dim"), size: 10 });
     pen.text(width, HEIGHT - 6, `step ${this.steps.at(-1)}`, { color: color("dim"), size: 10, align: "right" });
   }
 
-  showLegend() {
-    const entries = [1, 1.2, SLOW, 2].map((ratio) => {
-      const { shade, alpha } = shadeOf(ratio);
-      const text = ratio === 1 ? "as the median" : `${ratio}${ratio === 2 ? " times or longer" : " times"}`;
-      return h(
-        "span",
-        { class: "legend-entry" },
-        h("i", { class: "swatch", style: { background: shade, opacity: alpha } }),
-        text,
-      );
-    });
-    fill(this.legend, entries);
-  }
-
-  hover(event) {
-    if (!this.box) return;
-    const bounds = this.plot.getBoundingClientRect();
-    const at = Math.floor((event.clientX - bounds.left - LEFT) / this.box.w);
-    const rank = Math.floor((event.clientY - bounds.top) / this.box.h);
+  textAt(at, rank) {
     const seconds = this.own[at]?.[rank];
-    setVisible(this.tip, seconds !== undefined);
-    if (seconds === undefined) return;
-    setText(
-      this.tip,
-      `rank ${rank}, step ${this.steps[at]}\nown ${duration(seconds)}, median of its stage ${duration(this.usual[at].get(this.stages[rank]))}`,
-    );
-    Object.assign(this.tip.style, {
-      left: `${Math.min(event.clientX - bounds.left + 12, bounds.width - 260)}px`,
-      top: `${Math.min(event.clientY - bounds.top + 10, HEIGHT - 50)}px`,
-    });
-  }
-
-  close() {
-    this.unwatch();
-    this.observer.disconnect();
+    if (seconds === undefined) return undefined;
+    const median = duration(this.usual[at].get(this.stages[rank]));
+    return `rank ${rank}, step ${this.steps[at]}\nown ${duration(seconds)}, median of its stage ${median}`;
   }
 }
