@@ -19,13 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.support import baselines
-from benchmarks.support.jobs import quickstart
+from benchmarks.support.jobs import MIXTRAL, QUICKSTART, quickstart
 from benchmarks.support.kills import JOB_SECONDS, STEPS_BETWEEN, WATCH_SECONDS, kills_of
 from benchmarks.support.own_service import POLL_SECONDS, JobWentWrong, OwnService, own_service
 from benchmarks.support.report import Report, deliver, parser
 from manta.service.states import is_final
 
 FOURS = {"tensor_data": (2, 1, 2), "pipeline_data": (1, 2, 2)}
+EXPERTS = {"expert_data": (1, 1, 4)}
+"""Of a model with experts, spread over two ranks, twice."""
 EIGHT = (2, 2, 2)
 FOUR_P95, EIGHT_P95 = 0.9, 1.8
 NOTICED_TARGET, STOPPED_TARGET, CONTROL_TARGET = 3.0, 5.0, 5.0
@@ -67,7 +69,7 @@ def measure(options: argparse.Namespace) -> Report:
     report.settings = {
         "job": quickstart(FOURS["tensor_data"], STEPS_BETWEEN, options.seed),
         "steps_between_kills": STEPS_BETWEEN,
-        "layouts": {name: list(layout) for name, layout in FOURS.items()} | {"eight": list(EIGHT)},
+        "layouts": {name: list(layout) for name, layout in (FOURS | EXPERTS).items()} | {"eight": list(EIGHT)},
         "asked_every_seconds": {"after_a_kill": WATCH_SECONDS, "else": POLL_SECONDS},
         "control_plane_away_seconds": AWAY_SECONDS,
         "baselines": {"checkpoint_every": baselines.CHECKPOINT_EVERY, "steps_between_kills": baselines.STEPS_BETWEEN},
@@ -77,10 +79,11 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _kills(report: Report, service: OwnService, options: argparse.Namespace, choice: random.Random) -> None:
-    wanted = [(name, layout, options.kills, FOUR_P95) for name, layout in FOURS.items()]
+    wanted = [(name, layout, options.kills, FOUR_P95) for name, layout in (FOURS | EXPERTS).items()]
     for name, layout, kills, most in (*wanted, ("eight", EIGHT, options.kills_eight, EIGHT_P95)):
         if kills:
-            document = quickstart(layout, STEPS_BETWEEN * (kills + 1), options.seed)
+            example = MIXTRAL if name in EXPERTS else QUICKSTART
+            document = quickstart(layout, STEPS_BETWEEN * (kills + 1), options.seed, example)
             kills_of(service, document, math.prod(layout), kills, choice).report(report, name, most=most)
 
 

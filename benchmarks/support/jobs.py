@@ -10,7 +10,7 @@ from manta.workers.errors import DataError
 from manta.workers.spec.reading import read_document
 
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
-QUICKSTART = ROOT / "examples" / "quickstart.yaml"
+QUICKSTART, MIXTRAL = ROOT / "examples" / "quickstart.yaml", ROOT / "examples" / "mixtral_small.yaml"
 
 
 def nanogpt(text: Path, steps: int, seed: int) -> dict[str, Any]:
@@ -44,9 +44,10 @@ def nanogpt(text: Path, steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def quickstart(layout: tuple[int, int, int], steps: int, seed: int) -> dict[str, Any]:
-    """The quickstart under another (tensor, pipeline, data), without validation and durable checkpoints."""
-    document = read_document(QUICKSTART)
+def quickstart(layout: tuple[int, int, int], steps: int, seed: int, example: Path = QUICKSTART) -> dict[str, Any]:
+    """The quickstart, or another example, under another (tensor, pipeline, data), without validation and durable
+    checkpoints."""
+    document = read_document(example)
     document["name"] = "x".join(str(size) for size in layout)
     document["train"].update(steps=steps, seed=seed, validate_every=0)
     optimizer = document["train"]["optimizer"]
