@@ -151,12 +151,20 @@ def shape_of(config: Keys) -> Shape:
     for key, why in _NEVER.items():
         if config.get(key):
             raise WeightsError(f"{config.where}: {key}: {why}")
+    for key in _OF_CHOICE:
+        if key in config.values and config.values[key] is None:
+            raise config.wrong(key, "null has no meaning here: give its value")
     if config.get("auto_map") and config.get("architectures") != [_CLASSES[kind]]:
         why = f"the model needs code from its folder, which Manta never runs; it knows {_CLASSES[kind]} itself"
         raise WeightsError(f"{config.where}: auto_map: {why}, which architectures does not name")
     return READERS[kind](config)
 
 
+_OF_CHOICE = (
+    "num_experts_per_tok", "first_k_dense_replace", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor",
+    "n_group", "topk_group",
+)  # fmt: skip
+"""Keys whose null is not their default: it means something else, or nothing, in other code for these weights."""
 _DROPS = "every token goes to all experts chosen for it; there is no capacity, and none is dropped"
 _NEVER = {
     "quantization_config": "quantized weights cannot be trained; use the original weights, or convert these to bf16 "
@@ -303,9 +311,6 @@ def _deepseek(config: Keys) -> Shape:
             raise config.wrong(key, f"only {json.dumps(needed)} is supported")
     if config.integer("num_key_value_heads", heads) != heads:
         raise config.wrong("num_key_value_heads", f"must be num_attention_heads, {heads}")
-    for key in _OF_CHOICE:
-        if key in config.values and config.values[key] is None:
-            raise config.wrong(key, "null has no meaning here: give its value")
     is_plain = "q_lora_rank" in config.values and config.values["q_lora_rank"] is None
     layers, dense = config.integer("num_hidden_layers", 61), config.count("first_k_dense_replace", 3)
     section: Section = {
@@ -348,11 +353,6 @@ _OF_DEEPSEEK: Section = {
     "topk_method": "noaux_tc", "moe_layer_freq": 1,
 }  # fmt: skip
 """Keys that have only one supported value."""
-_OF_CHOICE = (
-    "num_experts_per_tok", "first_k_dense_replace", "n_shared_experts", "norm_topk_prob", "routed_scaling_factor",
-    "n_group", "topk_group",
-)  # fmt: skip
-"""Keys whose null is not their default: it means something else, or nothing, in other code for these weights."""
 
 
 _NAMES = {

@@ -168,6 +168,7 @@ WRONG = [
     ({"model_type": "mixtral", "router_jitter_noise": 0.1}, "router_jitter_noise: noise on what the router reads"),
     ({"model_type": "mixtral", "num_local_experts": 0}, "num_local_experts is 0: must be a whole number of at least 1"),
     ({"model_type": "mixtral", "num_experts_per_tok": 1}, "num_experts_per_tok is 1: must be at least 2"),
+    ({"model_type": "mixtral", "num_experts_per_tok": None}, "num_experts_per_tok is null: null has no meaning"),
     ({"model_type": "qwen3_moe", "mlp_only_layers": [2]}, "mlp_only_layers is [2]: only the first layers"),
     ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func is \"softmax\": only \"sigmoid\""),
     ({"model_type": "deepseek_v3", "moe_layer_freq": 2}, "moe_layer_freq is 2: only 1 is supported"),
