@@ -26,8 +26,8 @@ from benchmarks.support.report import Report, deliver, parser
 from manta.service.states import is_final
 
 FOURS = {"tensor_data": (2, 1, 2), "pipeline_data": (1, 2, 2)}
-EXPERTS = {"expert_data": (1, 1, 4)}
-"""Of a model with experts, spread over two ranks, twice."""
+EXPERTS = (1, 1, 4)
+"""Of a model with experts, which are spread over two ranks."""
 EIGHT = (2, 2, 2)
 FOUR_P95, EIGHT_P95 = 0.9, 1.8
 NOTICED_TARGET, STOPPED_TARGET, CONTROL_TARGET = 3.0, 5.0, 5.0
@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace) -> Report:
     report.settings = {
         "job": quickstart(FOURS["tensor_data"], STEPS_BETWEEN, options.seed),
         "steps_between_kills": STEPS_BETWEEN,
-        "layouts": {name: list(layout) for name, layout in (FOURS | EXPERTS).items()} | {"eight": list(EIGHT)},
+        "layouts": {name: list(layout) for name, layout in (FOURS | {"expert_data": EXPERTS, "eight": EIGHT}).items()},
         "asked_every_seconds": {"after_a_kill": WATCH_SECONDS, "else": POLL_SECONDS},
         "control_plane_away_seconds": AWAY_SECONDS,
         "baselines": {"checkpoint_every": baselines.CHECKPOINT_EVERY, "steps_between_kills": baselines.STEPS_BETWEEN},
@@ -79,10 +79,13 @@ def measure(options: argparse.Namespace) -> Report:
 
 
 def _kills(report: Report, service: OwnService, options: argparse.Namespace, choice: random.Random) -> None:
-    wanted = [(name, layout, options.kills, FOUR_P95) for name, layout in (FOURS | EXPERTS).items()]
-    for name, layout, kills, most in (*wanted, ("eight", EIGHT, options.kills_eight, EIGHT_P95)):
+    wanted = (
+        *((name, layout, QUICKSTART, options.kills, FOUR_P95) for name, layout in FOURS.items()),
+        ("expert_data", EXPERTS, MIXTRAL, options.kills, FOUR_P95),
+        ("eight", EIGHT, QUICKSTART, options.kills_eight, EIGHT_P95),
+    )
+    for name, layout, example, kills, most in wanted:
         if kills:
-            example = MIXTRAL if name in EXPERTS else QUICKSTART
             document = quickstart(layout, STEPS_BETWEEN * (kills + 1), options.seed, example)
             kills_of(service, document, math.prod(layout), kills, choice).report(report, name, most=most)
 

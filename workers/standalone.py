@@ -217,7 +217,7 @@ def _refuse_smaller_model(spec: JobSpec, checkpoint: Location) -> None:
     if before.has_router_bias and not model.has_router_bias:
         raise CheckpointError(
             f"{checkpoint} has a bias with which experts are chosen, and the job has none: set "
-            "model.moe.balance.bias_rate above 0 (1e-12 keeps the bias as it is)"
+            "model.moe.balance.bias_rate above 0 (1e-12 hardly moves it)"
         )
 
 

@@ -106,7 +106,7 @@ class LayerKind(NamedTuple):
 
     has_experts: bool
     frozen: frozenset[str] = frozenset()
-    """Names within the layer of what the job does not train; layers of one kind have the same set."""
+    """Names within the layer of what the job does not train."""
 
 
 def layer_kinds(spec: JobSpec) -> tuple[LayerKind, ...]:
@@ -121,9 +121,7 @@ def _layer_kinds(model: ModelConfig, patterns: tuple[str, ...]) -> tuple[LayerKi
         if name.startswith("layers."):
             _, number, inner = name.split(".", 2)
             names[int(number)].append(inner)
-    known: dict[frozenset[str], frozenset[str]] = {}
-    frozen = (known.setdefault(each, each) for each in map(frozenset, names))
-    return tuple(LayerKind(model.has_experts(layer), each) for layer, each in enumerate(frozen))
+    return tuple(LayerKind(model.has_experts(layer), frozenset(each)) for layer, each in enumerate(names))
 
 
 def layers_of_kinds(spec: JobSpec, layers: Iterable[int]) -> list[tuple[int, int]]:

@@ -105,7 +105,7 @@ def test_planned_memory_of_drawn_jobs_matches_the_engine(seed):
     assert memory.total == pytest.approx(made_bytes(drawn(seed), memory.rank), rel=0.02)
 
 
-# The first ones have each way to share a sequence, and are small.
+# Seeds 3 to 5 draw small jobs, with each way to share a sequence.
 @pytest.mark.parametrize("seeds", [range(3, 6), pytest.param(range(100), marks=pytest.mark.soak)], ids=str)
 def test_planned_memory_of_jobs_across_context_ranks_matches_the_engine(seeds):
     for seed in seeds:

@@ -43,7 +43,7 @@ def test_a_text_is_evaluated_by_the_newest_checkpoint_of_a_folder(checkpoints, t
     assert table.split()[0] == "loss"
 
 
-def test_exported_weights_whose_tokenizer_has_no_end_are_evaluated_as_their_checkpoint(corpus, tmp_path, capsys):
+def test_export_with_the_bytes_tokenizer_is_evaluated_like_its_checkpoint(corpus, tmp_path, capsys):
     pytest.importorskip("tokenizers")
     moe = {"experts": 4, "per_token": 2, "ffn_hidden_size": 16}
     trainer = lone(job(corpus, {}, model={"family": "llama", "moe": moe}), tmp_path / "in")

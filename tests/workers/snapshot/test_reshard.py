@@ -166,6 +166,7 @@ def test_masters_and_loss_scale_are_the_same_in_another_layout(ranks, corpus, tm
     ("old", "new"),
     [
         ("e2", "e3 t2 small buckets"),
+        # Thirty pairs; the other four layouts are in the tests of checkpoints.
         *(pytest.param(*each, marks=pytest.mark.soak) for each in itertools.permutations([*EXPERTS][:6], 2)),
     ],
 )

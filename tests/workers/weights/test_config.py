@@ -89,7 +89,7 @@ def test_kimi_k2_is_read_as_a_deepseek_v3():
     assert section({**published, "model_type": "kimi_k2"}) == section(published)
 
 
-def test_exported_scale_of_scores_is_read_again_when_what_is_rotated_has_yarns_factor():
+def test_exported_mscale_all_dim_without_attention_factor_is_read_again_with_yarns_default():
     yarn = {"type": "yarn", "factor": 4.0, "original_length": 16, "mscale_all_dim": 0.7}
     spec = parse_job_spec(document(model={**DEEPSEEK, "rope": {"scaling": yarn}}))
     scaling = section(huggingface_config(spec, "float32"))["rope"]["scaling"]
